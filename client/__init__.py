@@ -1,0 +1,1 @@
+"""The SDK: what an agent imports. Needs httpx, websockets and msgspec alone."""

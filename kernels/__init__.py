@@ -1,0 +1,1 @@
+"""The operators: one documented function each, and the implementations that serve it."""

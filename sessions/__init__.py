@@ -1,0 +1,1 @@
+"""Conversations: transcript, rendering, parsing, lifecycle."""

@@ -1,0 +1,1 @@
+"""Chat formats: messages to segments, and output back to items."""

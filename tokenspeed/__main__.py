@@ -1,0 +1,5 @@
+"""`python -m tokenspeed`."""
+
+from tokenspeed.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The prefix cache: pages, state rows and the tree of checkpoints."""

@@ -1,0 +1,1 @@
+"""Configuration of models, memory and sampling."""

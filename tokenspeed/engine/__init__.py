@@ -1,0 +1,1 @@
+"""The engine: core loop, process, and the interface that sessions use."""

@@ -1,0 +1,1 @@
+"""Model architectures, their weights and how they are loaded."""

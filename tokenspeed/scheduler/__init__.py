@@ -1,0 +1,1 @@
+"""What runs next: a pure function of its state and a numbered log."""
