@@ -1,0 +1,71 @@
+"""Which implementation serves each operator, decided once at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenspeed.kernels import attention, convolution, delta_rule, linear, moe, norms, rotary, sampling
+
+
+class Operators:
+    """The operators a model calls. A class attribute is the operator's documented function, which is also its reference
+    implementation; `select` binds the chosen implementations to an instance."""
+
+    linear = staticmethod(linear.linear)
+    gemma_rms_norm = staticmethod(norms.gemma_rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    gated_rms_norm = staticmethod(norms.gated_rms_norm)
+    rotary_table = staticmethod(rotary.rotary_table)
+    qk_norm_rope_gate = staticmethod(rotary.qk_norm_rope_gate)
+    write_kv = staticmethod(attention.write_kv)
+    attention_prefill = staticmethod(attention.attention_prefill)
+    attention_decode = staticmethod(attention.attention_decode)
+    sigmoid_gate = staticmethod(attention.sigmoid_gate)
+    causal_conv_prefill = staticmethod(convolution.causal_conv_prefill)
+    causal_conv_step = staticmethod(convolution.causal_conv_step)
+    gated_delta_prefill = staticmethod(delta_rule.gated_delta_prefill)
+    gated_delta_step = staticmethod(delta_rule.gated_delta_step)
+    route = staticmethod(moe.route)
+    swiglu = staticmethod(moe.swiglu)
+    moe_experts = staticmethod(moe.moe_experts)
+    add_shared_expert = staticmethod(moe.add_shared_expert)
+    sample = staticmethod(sampling.sample)
+
+    def __init__(self, chosen: dict[str, Implementation]) -> None:
+        self.chosen = {name: implementation.name for name, implementation in chosen.items()}
+        for name, implementation in chosen.items():
+            setattr(self, name, implementation.function)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator. `serves` tells whether it can, for a device and the model's element type."""
+
+    name: str
+    function: Callable[..., Any]
+    serves: Callable[[torch.device, torch.dtype], bool]
+
+
+def implementations() -> dict[str, list[Implementation]]:
+    """Every operator's implementations, the preferred one first; the reference serves everything and comes last."""
+    names = [name for name, value in vars(Operators).items() if isinstance(value, staticmethod)]
+    return {name: [Implementation("reference", getattr(Operators, name), _always)] for name in names}
+
+
+def select(device: torch.device, dtype: torch.dtype) -> Operators:
+    """The preferred implementation of every operator that serves `device` and `dtype`. `Operators.chosen` is
+    {operator: implementation}, for people."""
+    return Operators(
+        {
+            name: next(candidate for candidate in candidates if candidate.serves(device, dtype))
+            for name, candidates in implementations().items()
+        }
+    )
+
+
+def _always(device: torch.device, dtype: torch.dtype) -> bool:
+    return True

@@ -1,0 +1,42 @@
+"""Feed-forward layers: dense SwiGLU, and the mixture of experts beside a shared one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed.config.model import ModelConfig
+from tokenspeed.kernels.registry import Operators
+from tokenspeed.models.linear import Dense, Linear
+from tokenspeed.models.weights import Parameters
+
+
+class SwiGLU:
+    """down(SiLU(gate(x)) · up(x))"""
+
+    def __init__(self, ops: Operators, parameters: Parameters) -> None:
+        self.ops = ops
+        self.gate_up = Linear(Dense(parameters["gate_up"], ops))
+        self.down = Linear(Dense(parameters["down"], ops))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → [tokens, hidden]"""
+        return self.down(self.ops.swiglu(self.gate_up(x)))
+
+
+class Mixture:
+    """Each token's routed experts, plus the shared expert times sigmoid(x · shared_gate)."""
+
+    def __init__(self, config: ModelConfig, ops: Operators, parameters: Parameters) -> None:
+        self.ops = ops
+        self.experts_per_token = config.experts_per_token
+        self.router = Linear(Dense(parameters["router"], ops))
+        self.gate_up = parameters["gate_up"]
+        self.down = parameters["down"]
+        self.shared = SwiGLU(ops, parameters.under("shared"))
+        self.shared_gate = parameters["shared_gate"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → [tokens, hidden]"""
+        weights, experts = self.ops.route(self.router(x), self.experts_per_token)
+        routed = self.ops.moe_experts(x, self.gate_up, self.down, weights, experts)
+        return self.ops.add_shared_expert(routed, self.shared.forward(x), x, self.shared_gate)
