@@ -1,133 +1,44 @@
-"""What crosses the border of the engine: commands in, events out. Token ids only; no text, no sessions.
-
-A **lineage** is named by the turn that made it and is the exact ids of that turn's prompt and kept output. A turn
-begins with (a prefix of) an earlier lineage of its tenant and adds ids to it. Lineages live until released.
-"""
+"""The engine's border: commands in, events out, and what the engine says of itself."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from tokenspeed.config.sampling import SamplingParams
+from tokenspeed.scheduler.messages import (
+    Cancel,
+    Ended,
+    EndReason,
+    EngineCommand,
+    EngineEvent,
+    Generate,
+    MissReason,
+    Progress,
+    Rejected,
+    Release,
+    Started,
+    Tokens,
+    TurnTimings,
+    TurnUsage,
+)
 
-
-class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
-    """Extend a lineage and sample from its end.
-
-    Attributes:
-        turn: a fresh name, the new lineage's afterwards.
-        tenant: matching never crosses it.
-        tokens: the ids after the parent's, little-endian int32.
-        parent: the lineage that the prompt begins with; None begins from nothing.
-        keep: how many of the parent's ids the prompt begins with; None is all of them.
-        marks: ascending prompt positions (lengths) whose state is kept as a checkpoint: preamble end, input end.
-    """
-
-    turn: str
-    tenant: str
-    tokens: bytes
-    sampling: SamplingParams
-    parent: str | None = None
-    keep: int | None = None
-    marks: tuple[int, ...] = ()
-
-
-class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
-    """End a turn now, in any phase. `partial` keeps prompt and output so far as a lineage; `nothing` forgets it.
-    Cancelling a turn that has ended does nothing."""
-
-    turn: str
-    keep: Literal["partial", "nothing"] = "partial"
-
-
-class Release(msgspec.Struct, tag="release"):
-    """No session stands on these lineages or may return to them: forget their ids; their cache may go first."""
-
-    turns: list[str]
-
-
-EngineCommand = Generate | Cancel | Release
-
-MissReason = Literal["evicted", "diverged", "cold"]
-
-
-class Started(msgspec.Struct, tag="started", omit_defaults=True):
-    """The turn was admitted. `prompt == reused + to_compute`. `miss_reason` is set when less was reused than the
-    parent had cached once (all of its ids but the last)."""
-
-    turn: str
-    prompt: int
-    reused: int
-    to_compute: int
-    miss_reason: MissReason | None = None
-
-
-class Progress(msgspec.Struct, tag="progress", omit_defaults=True):
-    """At most one a second while queued or in prefill. `position`: place in the queue, from 0."""
-
-    turn: str
-    phase: Literal["queued", "prefill"]
-    done: int
-    total: int
-    position: int | None = None
-
-
-class Tokens(msgspec.Struct, tag="tokens", omit_defaults=True):
-    """Newly sampled ids, in order; `logprobs` beside them if asked for."""
-
-    turn: str
-    tokens: list[int]
-    logprobs: list[float] | None = None
-
-
-class TurnUsage(msgspec.Struct):
-    """Token counts of a finished turn. `prompt == reused + computed` unless it was cut before its prefill ended (then
-    the rest was never computed). `output`: kept ids. `decoded`: rows that went through the model after the prompt,
-    those discarded with steps in flight included. `remaining`: room left in the context."""
-
-    prompt: int = 0
-    reused: int = 0
-    computed: int = 0
-    output: int = 0
-    decoded: int = 0
-    remaining: int = 0
-
-
-class TurnTimings(msgspec.Struct):
-    """Seconds by the engine's clock."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_p50_s: float = 0.0
-    tokens_per_s: float = 0.0
-
-
-EndReason = Literal["stop", "length", "context_length", "cancelled", "error"]
-
-
-class Ended(msgspec.Struct, tag="ended", omit_defaults=True):
-    """The turn's last event. `stop`: a stop id, kept as the last token. `length`: `max_tokens`. `context_length`: the
-    model's context is full. `error`: `message` says what failed; the lineage does not exist."""
-
-    turn: str
-    reason: EndReason
-    usage: TurnUsage
-    timings: TurnTimings
-    message: str | None = None
-
-
-class Rejected(msgspec.Struct, tag="rejected", omit_defaults=True):
-    """The turn never began. `unknown_lineage`: send the whole prompt with `parent=None`."""
-
-    turn: str
-    code: Literal["unknown_lineage", "bad_request", "context_length_exceeded", "queue_full"]
-    message: str
-
-
-EngineEvent = Started | Progress | Tokens | Ended | Rejected
+__all__ = [
+    "Cancel",
+    "EndReason",
+    "Ended",
+    "EngineCommand",
+    "EngineEvent",
+    "EngineInfo",
+    "EngineStats",
+    "Generate",
+    "MissReason",
+    "Progress",
+    "Rejected",
+    "Release",
+    "Started",
+    "Tokens",
+    "TurnTimings",
+    "TurnUsage",
+]
 
 
 class EngineStats(msgspec.Struct, tag="stats"):
@@ -150,7 +61,6 @@ class EngineInfo(msgspec.Struct, tag="info"):
     """What the engine serves. `operators`: the implementation chosen for each. `dtype`, `device`: torch's names."""
 
     model: str
-    model_type: str
     vocab_size: int
     max_context: int
     eos_token_ids: list[int]

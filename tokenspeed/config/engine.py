@@ -1,0 +1,47 @@
+"""What an engine is started with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "float64", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Settings of one engine.
+
+    Attributes:
+        model: a Hugging Face model directory, or a repository id.
+        device: torch's name of it.
+        dtype: of weights and KV; `auto` is float32 on a CPU, else bfloat16.
+        load_format: `dummy` draws random weights from the config alone.
+        page_size: token rows in a KV page.
+        cache_bytes: memory for KV pages and state rows together; None is 1 GiB.
+        pages, rows: explicit sizes (sinks included), instead of the division of `cache_bytes`.
+        max_sequences: turns that run side by side.
+        prefill_chunk: prompt tokens computed in one step, over all turns.
+        depth: steps in flight before a step's result is read; None is 0 on a CPU (where a step runs at once), else 1.
+        max_context: bound on prompt + output; None is the model's own. It is lowered to what the pages hold.
+        max_queue: turns waiting; one more is refused with `queue_full`.
+        seed: of dummy weights.
+        threads: CPU threads of torch; 0 leaves torch's choice.
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    page_size: int = 16
+    cache_bytes: int | None = None
+    pages: int | None = None
+    rows: int | None = None
+    max_sequences: int = 8
+    prefill_chunk: int = 512
+    depth: int | None = None
+    max_context: int | None = None
+    max_queue: int = 256
+    seed: int = 0
+    threads: int = 0

@@ -1,0 +1,127 @@
+"""The engine itself: a model, its cache, a scheduler and the loop that ties them. Runs where it is called."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from tokenspeed.cache.pools import PagePool, StateRows
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine.memory import divide, torch_dtype
+from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate
+from tokenspeed.execution.executor import Executor, Step
+from tokenspeed.kernels.registry import select
+from tokenspeed.models.loading import load_model
+from tokenspeed.models.qwen35 import cache_geometry
+from tokenspeed.models.repository import resolve
+from tokenspeed.scheduler.plan import LogEntry, Plan
+from tokenspeed.scheduler.scheduler import Limits, Scheduler
+
+Progress = Callable[[int, int], None]
+"""(tensors loaded, tensors in all)"""
+
+
+class EngineCore:
+    """Submit commands, call `step` while `busy`, take events.
+
+    Attributes:
+        limits: what the scheduler works within.
+        info: what is served.
+        on_tick: called with every log entry and its plan.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_tick: Callable[[LogEntry, Plan], None] | None = None,
+    ) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device = torch.device(config.device)
+        path = resolve(config.model)
+        dtype = torch_dtype(config.dtype, device)
+        ops = select(device, dtype)
+        model = load_model(path, ops, dtype, device, config.load_format, config.seed, progress)
+        shape = model.config
+        geometry = cache_geometry(shape, config.page_size, dtype)
+        depth = config.depth if config.depth is not None else int(device.type == "cuda")
+        sizes = divide(config, geometry, shape.max_positions, depth)
+        self.limits = Limits(
+            page_size=config.page_size,
+            pages=sizes.pages,
+            rows=sizes.rows,
+            max_sequences=config.max_sequences,
+            prefill_chunk=config.prefill_chunk,
+            depth=depth,
+            max_context=sizes.max_context,
+            max_queue=config.max_queue,
+            vocab_size=shape.vocabulary,
+            eos_token_ids=shape.eos_ids,
+        )
+        self.scheduler = Scheduler(self.limits)
+        pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)
+        self.executor = Executor(model, ops, pages, rows, config.max_sequences, depth + 1, sizes.max_context)
+        self.info = EngineInfo(
+            model=path.name,
+            vocab_size=shape.vocabulary,
+            max_context=sizes.max_context,
+            eos_token_ids=list(shape.eos_ids),
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            operators=ops.chosen,
+        )
+        self.on_tick = on_tick
+        self._clock = clock
+        self._depth = depth
+        self._ticks = 0
+        self._commands: list[EngineCommand] = []
+        self._in_flight: deque[Step] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._commands) or self.scheduler.busy or any(step.draws for step in self._in_flight)
+
+    def submit(self, command: EngineCommand) -> None:
+        """Take a command for the next tick. A turn without a seed gets one here, outside the scheduler."""
+        if isinstance(command, Generate) and command.sampling.seed is None:
+            sampling = msgspec.structs.replace(command.sampling, seed=secrets.randbits(64))
+            command = msgspec.structs.replace(command, sampling=sampling)
+        self._commands.append(command)
+
+    def step(self) -> list[EngineEvent]:
+        """One tick: read the result that is `depth` steps late, plan, launch. Returns what became known."""
+        ready = len(self._in_flight) > self._depth
+        results = self._in_flight.popleft().result() if ready else []
+        entry = LogEntry(self._ticks, self._clock(), self._commands, results)
+        self._ticks += 1
+        self._commands = []
+        plan = self.scheduler.tick(entry)
+        self._in_flight.append(self.executor.launch(plan))
+        if self.on_tick is not None:
+            self.on_tick(entry, plan)
+        return plan.events
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        pages, rows = scheduler.cache.pages, scheduler.cache.rows
+        return EngineStats(
+            running=len(scheduler.running),
+            queued=len(scheduler.queue),
+            embedded=int(self.executor.model.embedded),
+            computed=scheduler.computed,
+            reused=scheduler.reused,
+            decoded=scheduler.decoded,
+            pages_total=pages.total,
+            pages_free=pages.free_soon,
+            rows_total=rows.total,
+            rows_free=rows.free_soon,
+        )

@@ -1,0 +1,145 @@
+"""The engine in a notebook: token ids in, token ids out, in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.sampling import SamplingParams
+from tokenspeed.engine.core import EngineCore
+from tokenspeed.engine.messages import (
+    Ended,
+    EngineEvent,
+    EngineInfo,
+    EngineStats,
+    Generate,
+    Rejected,
+    Release,
+    Tokens,
+    TurnTimings,
+    TurnUsage,
+)
+
+
+class EngineRefusal(ValueError):
+    """A request that the engine did not take, or a turn that failed. `code` is stable."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class Generation:
+    """A finished turn.
+
+    Attributes:
+        token_ids: the new ids, a stop id included.
+        finish_reason: `stop`, `length` or `context_length`.
+        logprobs: beside `token_ids`, if asked for.
+        usage: `prompt`, `reused`, `computed`, `output`, `recomputed`, `remaining`.
+        timings: seconds.
+        turn: names its lineage, for `parent=`.
+    """
+
+    turn: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[float] | None = None
+    usage: TurnUsage = field(default_factory=TurnUsage)
+    timings: TurnTimings = field(default_factory=TurnTimings)
+
+
+class Engine:
+    """A model and its prefix cache.
+
+        engine = Engine("path/to/model")
+        first = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
+        more = engine.generate([7, 8], parent=first.turn)     # computes 3 tokens: the last sampled one, 7 and 8
+
+    Args:
+        model: a Hugging Face model directory, or a repository id.
+        options: further fields of `EngineConfig`.
+
+    Raises:
+        ModelError: for a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str | Any, **options: Any) -> None:
+        self._core = EngineCore(EngineConfig(model=str(model), **options))
+        self._names = itertools.count(1)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._core.info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    @overload
+    def generate(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, *, parent: str | None = None
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, token_ids: Sequence[Sequence[int]], params: SamplingParams | None = None, *, parent: str | None = None
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        parent: str | None = None,
+    ) -> Generation | list[Generation]:
+        """Sample from the end of a prompt, or of several at once.
+
+        Args:
+            token_ids: the prompt's ids, or a list of prompts.
+            parent: a `Generation.turn`; the prompts continue after its ids and compute only what is new.
+
+        Raises:
+            EngineRefusal: with the code `context_length_exceeded`, `bad_request`, `unknown_lineage` or `queue_full`.
+        """
+        many = len(token_ids) > 0 and not isinstance(token_ids[0], int | np.integer)
+        prompts = token_ids if many else [token_ids]
+        turns = {}
+        for prompt in prompts:
+            name = f"turn_{next(self._names)}"
+            turns[name] = Generation(name, logprobs=[] if params is not None and params.logprobs else None)
+            ids = np.asarray(prompt, "<i4")
+            self._core.submit(Generate(name, "", ids.tobytes(), params or SamplingParams(), parent))
+        refused: Rejected | Ended | None = None
+        while self._core.busy:
+            for event in self._core.step():
+                refused = _take(turns[event.turn], event) or refused
+        if refused is not None:
+            code = refused.code if isinstance(refused, Rejected) else "engine_error"
+            raise EngineRefusal(code, refused.message or code)
+        generations = list(turns.values())
+        return generations if many else generations[0]
+
+    def release(self, turn: str) -> None:
+        """Forget a lineage: its ids, and, when room is needed, its cache before others'."""
+        self._core.submit(Release([turn]))
+
+
+def _take(generation: Generation, event: EngineEvent) -> Rejected | Ended | None:
+    """Note what an event says; returns it if it is a failure."""
+    if isinstance(event, Tokens):
+        generation.token_ids.extend(event.tokens)
+        if generation.logprobs is not None:
+            generation.logprobs.extend(event.logprobs or [])
+    elif isinstance(event, Ended):
+        generation.finish_reason, generation.usage, generation.timings = event.reason, event.usage, event.timings
+        return event if event.reason == "error" else None
+    elif isinstance(event, Rejected):
+        return event
+    return None

@@ -1,0 +1,54 @@
+"""How much of what an engine can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.cache.pools import CacheGeometry
+from tokenspeed.config.engine import Dtype, EngineConfig
+from tokenspeed.scheduler.scheduler import MAX_MARKS
+
+DEFAULT_CACHE_BYTES = 1 << 30
+ROW_SHARE = 0.25
+"""Part of the cache's bytes for state rows: a turn of about a thousand tokens needs as much for its state as for KV."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pages and rows, sinks included, and the longest context that they allow."""
+
+    pages: int
+    rows: int
+    max_context: int
+
+
+def divide(config: EngineConfig, geometry: CacheGeometry, max_positions: int, depth: int) -> Sizes:
+    """Divide the cache's bytes into pages and rows.
+
+    Raises:
+        ValueError: where not even a short turn fits, or `max_context` exceeds the model's own.
+    """
+    wanted = config.max_context or max_positions
+    if wanted > max_positions:
+        raise ValueError(f"max_context is {wanted}; the model's own is {max_positions}")
+    total = config.cache_bytes if config.cache_bytes is not None else DEFAULT_CACHE_BYTES
+    least_rows = depth + 1 + MAX_MARKS + 1
+    rows = config.rows or max(least_rows, int(total * ROW_SHARE) // geometry.row_bytes)
+    pages = config.pages or (total - rows * geometry.row_bytes) // geometry.page_bytes
+    # One page is the sink, one may be needed beside its copy.
+    fits = max(0, pages - 2) * geometry.page_size
+    if rows < least_rows or fits < geometry.page_size:
+        raise ValueError(
+            f"the cache is too small: {rows} state rows of {geometry.row_bytes} bytes ({least_rows} are needed) and "
+            f"{pages} pages of {geometry.page_bytes} bytes (3 are needed); raise cache_bytes from {total}"
+        )
+    return Sizes(pages, rows, min(wanted, fits))
+
+
+def torch_dtype(name: Dtype, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU, where bfloat16 is slow, and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[name]
