@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -63,7 +64,7 @@ class Turn:
         times = self.token_times_s
         admitted = self.admitted_s if self.admitted_s is not None else now_s
         first = times[0] if times else now_s
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
         spread = times[-1] - first if times else 0.0
         return TurnTimings(
             queue_s=admitted - self.arrived_s,

@@ -1,0 +1,60 @@
+"""Frames between the engine's process and its client: msgpack arrays of tagged structs, over one ZeroMQ pair."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenspeed.config.engine import EngineConfig
+from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats
+
+
+class Start(msgspec.Struct, tag="start"):
+    """The first message to the worker."""
+
+    config: EngineConfig
+
+
+class AskStats(msgspec.Struct, tag="ask_stats"):
+    """Answered by one `EngineStats`, in order."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End the process."""
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """`done` of `total` tensors are loaded."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    info: EngineInfo
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The engine ends. `code` is of the error that ended it."""
+
+    code: str
+    message: str
+
+
+ToWorker = Start | EngineCommand | AskStats | Shutdown
+FromWorker = Loading | Ready | Fatal | EngineStats | EngineEvent
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(list[ToWorker])
+_from_worker = msgspec.msgpack.Decoder(list[FromWorker])
+
+
+def encode(messages: list[ToWorker] | list[FromWorker]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_to_worker(frame: bytes) -> list[ToWorker]:
+    return _to_worker.decode(frame)
+
+
+def decode_from_worker(frame: bytes) -> list[FromWorker]:
+    return _from_worker.decode(frame)

@@ -1,0 +1,104 @@
+"""The engine's own process: `python -m tokenspeed.engine.worker ADDRESS`.
+
+It connects to its client's socket, is told its configuration, loads the model and serves until it is shut down or its
+parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+
+import zmq
+
+from tokenspeed.engine.core import EngineCore
+from tokenspeed.engine.wire import (
+    AskStats,
+    Fatal,
+    FromWorker,
+    Loading,
+    Ready,
+    Shutdown,
+    Start,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+
+IDLE_MS = 1000
+"""How long an idle worker waits before it looks whether its parent still lives."""
+LOADING_STEPS = 100
+"""Loading is reported so many times at most."""
+
+
+class Worker:
+    """An engine core behind a socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        (start,) = decode_to_worker(self._socket.recv())
+        assert isinstance(start, Start)
+        reported = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reported
+            if done * LOADING_STEPS // total != reported:
+                reported = done * LOADING_STEPS // total
+                self._send([Loading(done, total)])
+
+        try:
+            core = EngineCore(start.config, progress=progress)
+        except Exception as error:
+            # What the user can mend has a code or is a ValueError; the rest needs its traceback.
+            if not hasattr(error, "code") and not isinstance(error, ValueError | RuntimeError):
+                traceback.print_exc()
+            self._send([Fatal(getattr(error, "code", "bad_model"), str(error) or type(error).__name__)])
+            return
+        self._send([Ready(core.info)])
+        while self._take_messages(core):
+            if core.busy:
+                events = core.step()
+                if events:
+                    self._send(list(events))
+
+    def _take_messages(self, core: EngineCore) -> bool:
+        """Hand over what has arrived; wait only if the core is idle. False when it is time to end."""
+        while self._socket.poll(0 if core.busy else IDLE_MS):
+            for message in decode_to_worker(self._socket.recv()):
+                if isinstance(message, Shutdown):
+                    return False
+                self._handle(core, message)
+        return os.getppid() == self._parent
+
+    def _handle(self, core: EngineCore, message: ToWorker) -> None:
+        if isinstance(message, AskStats):
+            self._send([core.stats()])
+        elif not isinstance(message, Start | Shutdown):
+            core.submit(message)
+
+    def _send(self, messages: list[FromWorker]) -> None:
+        self._socket.send(encode(messages))
+
+
+def main(address: str) -> None:
+    # Ctrl-C reaches the whole foreground group; the client decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.linger = 1000
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.connect(address)
+    try:
+        Worker(socket).run()
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
