@@ -162,7 +162,8 @@ def _inputs(
     [tokens, value_heads], in `compute_dtype`."""
     _, value_heads, value_dim, key_dim = shape
     qkv = qkv.to(compute_dtype(qkv.dtype))
-    qk, v = qkv.split([qkv.shape[1] - value_heads * value_dim, value_heads * value_dim], dim=-1)
+    value = value_heads * value_dim
+    qk, v = torch.split(qkv, [qkv.shape[1] - value, value], dim=-1)
     qk = qk.view(qkv.shape[0], -1, key_dim)
     qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + LENGTH_EPS)
     q, k = qk.chunk(2, dim=1)

@@ -48,8 +48,10 @@ def qk_norm_rope_gate(
     """
     tokens = qkv.shape[0]
     head_dim = q_weight.shape[0]
-    queries, keys, values = qkv.split([heads * 2 * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
-    q, gate = queries.view(tokens, heads, 2 * head_dim).split(head_dim, dim=-1)
+    queries, keys, values = torch.split(
+        qkv, [heads * 2 * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1
+    )
+    q, gate = queries.view(tokens, heads, 2 * head_dim).chunk(2, dim=-1)
     k = keys.view(tokens, kv_heads, head_dim)
     v = values.view(tokens, kv_heads, head_dim)
     q = _rotate(gemma_rms_norm(q.to(cos.dtype), q_weight, eps), cos, sin).to(qkv.dtype)
@@ -60,5 +62,5 @@ def qk_norm_rope_gate(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

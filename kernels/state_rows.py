@@ -30,5 +30,5 @@ def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
 
     Row 0 holds whatever was last thrown away, NaN included, so it is overwritten rather than multiplied.
     """
-    gathered = states[rows]
+    gathered = states.index_select(0, rows)
     return gathered.masked_fill_((rows == 0).view(-1, *[1] * (states.dim() - 1)), 0)

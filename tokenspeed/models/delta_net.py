@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenspeed.cache.pools import StateRows
@@ -32,7 +33,7 @@ class DeltaNet:
 
     def forward(self, x: Tensor, batch: Batch, rows: StateRows) -> Tensor:
         """x: [tokens, hidden]. Returns [tokens, hidden]."""
-        qkv, z, b, a = self.input(x).split(self.splits, dim=-1)
+        qkv, z, b, a = torch.split(self.input(x), self.splits, dim=-1)
         mixed = self._mix(qkv, a, b, batch, rows.conv[self.index], rows.matrix[self.index])
         gated = self.ops.gated_rms_norm(mixed, z.reshape(-1, *self.value_shape), self.norm, self.eps)
         return self.output(gated.flatten(1))
