@@ -22,8 +22,10 @@ ERROR_RULES: dict[str, ErrorRule] = {
     "missing_tool_result": ErrorRule(400, "never"),
     "context_length_exceeded": ErrorRule(400, "never"),
     "unauthorized": ErrorRule(401, "never"),
+    "not_found": ErrorRule(404, "never"),
     "session_not_found": ErrorRule(404, "never"),
     "turn_not_found": ErrorRule(404, "never"),
+    "method_not_allowed": ErrorRule(405, "never"),
     "session_busy": ErrorRule(409, "never"),
     "head_moved": ErrorRule(412, "never"),
     "payload_too_large": ErrorRule(413, "never"),
@@ -33,6 +35,16 @@ ERROR_RULES: dict[str, ErrorRule] = {
     "engine_restarted": ErrorRule(503, "replay"),
     "overloaded": ErrorRule(503, "after"),
 }
+
+
+class ErrorBody(msgspec.Struct, omit_defaults=True):
+    """The body of an HTTP answer with an error status."""
+
+    code: str
+    message: str
+    retry: Retry
+    retry_after_ms: int | None = None
+    detail: dict[str, Any] = {}
 
 
 class SessionError(Exception):
@@ -64,3 +76,8 @@ class SessionError(Exception):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+def error_body(error: SessionError) -> ErrorBody:
+    """`error` as a plain HTTP answer carries it."""
+    return ErrorBody(error.code, error.message, error.retry, error.retry_after_ms, error.detail)

@@ -1,4 +1,8 @@
-"""Replies and events of the native protocol."""
+"""Replies and events of the native protocol.
+
+`seq` counts a turn's events from 0. For a reader who is slow, neighbouring deltas of one item are merged, and so are
+progress events: the merged event bears the `seq` of the last and, as `first`, that of the first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from tokenspeed.client.protocol.items import FunctionTool, InputItem, Item
 TurnStatus = Literal["completed", "incomplete", "cancelled", "failed"]
 TurnReason = Literal["stop", "tool_calls", "length", "context_length", "cancelled", "parse_error", "error"]
 SessionState = Literal["idle", "running", "closed"]
-MissReason = Literal["evicted", "diverged", "cold"]
+MissReason = Literal["evicted", "diverged", "cold", "reasoning_dropped"]
 
 
 class Reused(msgspec.Struct):
@@ -137,6 +141,7 @@ class TurnProgress(msgspec.Struct, tag_field="type", tag="turn.progress", omit_d
     done: int
     total: int
     position: int | None = None
+    first: int | None = None
 
 
 class TurnDelta(msgspec.Struct, tag_field="type", tag="turn.delta", omit_defaults=True):
@@ -151,6 +156,7 @@ class TurnDelta(msgspec.Struct, tag_field="type", tag="turn.delta", omit_default
     text: str
     name: str | None = None
     call_id: str | None = None
+    first: int | None = None
 
 
 class TurnItem(msgspec.Struct, tag_field="type", tag="turn.item", omit_defaults=True):
