@@ -1,0 +1,67 @@
+"""Sampling of a turn: its own options, then the session's, then the checkpoint's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenspeed.client.protocol.commands import Sampling
+from tokenspeed.client.protocol.errors import SessionError
+from tokenspeed.config.sampling import SamplingParams
+
+
+def checkpoint_sampling(directory: Path) -> Sampling:
+    """The defaults in a model directory's `generation_config.json`; `do_sample: false` is greedy.
+
+    Raises:
+        ValueError: the file cannot be read, or a value in it is out of range.
+    """
+    path = directory / "generation_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Sampling()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if config.get("do_sample") is False:
+        return Sampling(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    try:
+        defaults = msgspec.convert({name: config[name] for name in names if name in config}, Sampling)
+        _params(defaults).check()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return defaults
+
+
+def resolve(layers: list[Sampling | None], vocab_size: int) -> SamplingParams:
+    """The parameters of the first layer that sets each, else the defaults of `SamplingParams`.
+
+    Raises:
+        SessionError: `bad_request`, naming the field, its value and what is allowed.
+    """
+    chosen: dict[str, Any] = {}
+    for name in Sampling.__struct_fields__:
+        values = [getattr(layer, name) for layer in layers if layer is not None]
+        chosen[name] = next((value for value in values if value is not None), None)
+    params = _params(Sampling(**chosen))
+    try:
+        params.check()
+    except ValueError as error:
+        raise SessionError("bad_request", str(error)) from error
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            message = f"stop_token_ids has {token_id}; ids are between 0 and {vocab_size - 1}"
+            raise SessionError("bad_request", message)
+    return params
+
+
+def _params(sampling: Sampling) -> SamplingParams:
+    given = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "stop_token_ids" in chosen:
+        chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
+    return SamplingParams(**chosen)

@@ -1,0 +1,137 @@
+"""Text to token ids and back: control tokens only where the chat format asks for them, characters never torn."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+class TokenizerError(ValueError):
+    """A model directory's tokenizer cannot be read or cannot serve chats; the message says why."""
+
+
+class ChatTokenizer:
+    """Two encoders over one `tokenizer.json`.
+
+    The *control* encoder knows the added tokens and reads the format's own text. The *plain* encoder was built without
+    them and reads everything that people and tools write, so that a control token spelled by them stays text.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        spec = _read_spec(directory / "tokenizer.json")
+        self.added: dict[str, int] = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+        self._added_names = {token_id: name for name, token_id in self.added.items()}
+        try:
+            self._control = Tokenizer.from_str(json.dumps(spec))
+            self._plain = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None}))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be loaded: {error}") from error
+        _check_byte_level(spec, directory)
+        self._check_plain()
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def largest_id(self) -> int:
+        return max(self._control.get_vocab(with_added_tokens=True).values())
+
+    def encode_control(self, text: str) -> array[int]:
+        """Ids of text of the format's own; added tokens in it become their ids."""
+        return array("i", self._control.encode(text, add_special_tokens=False).ids)
+
+    def encode_plain(self, text: str) -> array[int]:
+        """Ids of text written by people and tools; no added token comes out of it."""
+        return array("i", self._plain.encode(text, add_special_tokens=False).ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that the id stands for; none for an id that the tokenizer does not know."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def is_added(self, token_id: int) -> bool:
+        return token_id in self._added_names
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids as a whole, added tokens by their names."""
+        detokenizer = Detokenizer(self)
+        return "".join([detokenizer.feed(token_id) for token_id in token_ids] + [detokenizer.flush()])
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added_names:
+            return self._added_names[token_id].encode()
+        name = self._control.id_to_token(token_id)
+        if name is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in name)
+        except KeyError:
+            return str(name).encode()
+
+    def _check_plain(self) -> None:
+        for name, token_id in self.added.items():
+            if token_id in self.encode_plain(name):
+                raise TokenizerError(f"the added token {name!r} cannot be kept out of user text by this tokenizer")
+
+
+class Detokenizer:
+    """Text of one turn's ids as they come: what is returned is final, an unfinished character is held back.
+
+    The pieces joined equal the bytes of all ids decoded at once with `errors="replace"`, where an added token and
+    `flush` end an unfinished character. The cost of an id does not depend on how many came before.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """The characters that this id completes."""
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._tokenizer.is_added(token_id):
+            return self.flush() + piece.decode()
+        return self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What was held back: nothing, or a replacement character for an unfinished one."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def _read_spec(path: Path) -> dict[str, Any]:
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TokenizerError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    if not isinstance(spec, dict) or "model" not in spec:
+        raise TokenizerError(f"{path} is not a tokenizer: it has no model")
+    # A tokenizer saved with truncation would cut prompts without a word.
+    return spec | {"truncation": None, "padding": None}
+
+
+def _check_byte_level(spec: dict[str, Any], directory: Path) -> None:
+    decoder = spec.get("decoder") or {}
+    kinds = [decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))]
+    if "ByteLevel" not in kinds:
+        raise TokenizerError(f"{directory / 'tokenizer.json'} has a decoder of type {kinds[0]}; it must be ByteLevel")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet's characters: printable Latin-1 stands for itself, the other bytes for U+0100 onward."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(rest)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,186 @@
+"""A test-only engine that emits given token ids and keeps the border's contract, and a small model directory."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import tokenspeed.pocket
+from tokenspeed.engine.client import EngineGone
+from tokenspeed.engine.messages import (
+    Cancel,
+    Ended,
+    EngineEvent,
+    EngineInfo,
+    EngineStats,
+    Generate,
+    Rejected,
+    Started,
+    Tokens,
+    TurnTimings,
+    TurnUsage,
+)
+from tokenspeed.sessions.formats.qwen import QwenFormat
+from tokenspeed.sessions.formats.template import ChatTemplate
+from tokenspeed.sessions.tokenizer import ChatTokenizer
+
+POCKET = Path(tokenspeed.pocket.__file__).parent
+PAUSE = -1  # in a script: wait here until the turn is cancelled
+
+
+class ScriptedEngine:
+    """An `EngineClient` whose sampler reads from `scripts`: one list of ids per turn, in order of submission."""
+
+    def __init__(self, max_context: int = 4096, chunk: int = 1) -> None:
+        self.max_context = max_context
+        self.chunk = chunk
+        self.scripts: list[list[int]] = []
+        self.lineages: dict[str, tuple[str, list[int]]] = {}
+        self.generated: list[Generate] = []
+        self.prompts: dict[str, list[int]] = {}
+        self.released: list[str] = []
+        self.cancelled: dict[str, Cancel] = {}
+        self.fail_next = ""
+        self.dead = False
+        self._wakes: dict[str, asyncio.Event] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model="scripted",
+            vocab_size=3072,
+            max_context=self.max_context,
+            eos_token_ids=[3065, 3063],
+            device="cpu",
+            dtype="float32",
+            operators={},
+        )
+
+    def generate(self, command: Generate) -> AsyncIterator[EngineEvent]:
+        self.generated.append(command)
+        wake = self._wakes[command.turn] = asyncio.Event()
+        fresh = array("i")
+        fresh.frombytes(command.tokens)
+        if command.parent is not None and command.parent not in self.lineages:
+            return self._reject(command, "unknown_lineage")
+        tenant, before = self.lineages[command.parent] if command.parent else (command.tenant, [])
+        assert tenant == command.tenant
+        keep = len(before) if command.keep is None else command.keep
+        assert keep <= len(before)
+        prompt = before[:keep] + list(fresh)
+        assert list(command.marks) == sorted(set(command.marks))
+        assert all(0 < mark <= len(prompt) for mark in command.marks)
+        self.prompts[command.turn] = prompt
+        if len(prompt) >= self.max_context:
+            return self._reject(command, "context_length_exceeded")
+        return self._run(command, prompt, max(0, min(keep, len(before) - 1)), wake, self.scripts.pop(0))
+
+    async def _reject(self, command: Generate, code: str) -> AsyncIterator[EngineEvent]:
+        await asyncio.sleep(0)
+        yield Rejected(command.turn, code, f"{code} of {command.parent}")  # type: ignore[arg-type]
+
+    async def _run(
+        self, command: Generate, prompt: list[int], reused: int, wake: asyncio.Event, script: list[int]
+    ) -> AsyncIterator[EngineEvent]:
+        turn, sampling = command.turn, command.sampling
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.info.eos_token_ids))
+        await asyncio.sleep(0)
+        if self.dead:
+            raise EngineGone("the engine is gone")
+        yield Started(turn, len(prompt), reused, len(prompt) - reused)
+        output: list[int] = []
+        unsent: list[int] = []
+        reason = "context_length"
+        for token in [*script, PAUSE]:
+            if token == PAUSE:
+                if unsent:
+                    yield Tokens(turn, unsent)
+                    unsent = []
+                await wake.wait()
+            await asyncio.sleep(0)
+            if self.dead:
+                raise EngineGone("the engine is gone")
+            if turn in self.cancelled:
+                reason = "cancelled"
+                break
+            output.append(token)
+            unsent.append(token)
+            if len(unsent) == self.chunk:
+                yield Tokens(turn, unsent)
+                unsent = []
+            if token in stops:
+                reason = "stop"
+            elif len(output) == sampling.max_tokens:
+                reason = "length"
+            elif len(prompt) + len(output) < self.max_context:
+                continue
+            break
+        if unsent:
+            yield Tokens(turn, unsent)
+        usage = TurnUsage(
+            len(prompt), reused, len(prompt) - reused, len(output), 0, self.max_context - len(prompt) - len(output)
+        )
+        if self.fail_next:
+            message, self.fail_next = self.fail_next, ""
+            yield Ended(turn, "error", usage, TurnTimings(), message)
+            return
+        if reason != "cancelled" or self.cancelled[turn].keep == "partial":
+            self.lineages[turn] = (command.tenant, prompt + output)
+        yield Ended(turn, reason, usage, TurnTimings())  # type: ignore[arg-type]
+
+    def cancel(self, command: Cancel) -> None:
+        self.cancelled[command.turn] = command
+        self._wakes[command.turn].set()
+
+    def release(self, turns: list[str]) -> None:
+        for turn in turns:
+            self.released.append(turn)
+            self.lineages.pop(turn, None)
+
+    def forget(self) -> None:
+        """As after a restart: no lineage is known."""
+        self.lineages.clear()
+
+    def die(self) -> None:
+        self.dead = True
+        for wake in self._wakes.values():
+            wake.set()
+
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted_engine() -> type[ScriptedEngine]:
+    return ScriptedEngine
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model's tokenizer and template, without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(POCKET / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(directory: Path) -> ChatTokenizer:
+    return ChatTokenizer(directory)
+
+
+@pytest.fixture(scope="session")
+def template(directory: Path) -> ChatTemplate:
+    return ChatTemplate.load(directory)
+
+
+@pytest.fixture(scope="session")
+def chat_format(template: ChatTemplate, tokenizer: ChatTokenizer) -> QwenFormat:
+    return QwenFormat(template, tokenizer)
