@@ -36,19 +36,26 @@ class PrefixCache:
         self._tries: dict[str, Trie[Node]] = {}
         self._page_order: Recency[Node] = Recency()
         self._row_order: Recency[Node] = Recency()
+        # What this tick's step will compute cannot be read by the same step: it is found from the next tick on.
+        self._fresh_nodes: dict[Node, Ids] = {}
+        self._fresh_rows: set[Node] = set()
         self._numbers = 0
 
     def turn_over(self) -> None:
         """A tick begins."""
         self.pages.turn_over()
         self.rows.turn_over()
+        for node, ids in self._fresh_nodes.items():
+            self._index(node, ids)
+        self._fresh_nodes.clear()
+        self._fresh_rows.clear()
 
     # ------------------------------------------------------------------ looking up
 
     def find(self, tenant: str, ids: Ids) -> Found:
         """What of `ids` can be reused, leaving at least the last token to compute. Marks it as used."""
         match = self._match(tenant, ids)
-        usable = [node for node in match.passed if node.row and node.end < len(ids)]
+        usable = [node for node in match.passed if node.row and node.end < len(ids) and node not in self._fresh_rows]
         checkpoint = usable[-1] if usable else None
         if match.beyond is not None:
             self._use(match.beyond.holding(match.length))
@@ -122,7 +129,7 @@ class PrefixCache:
         end = len(ids)
         if end > tail.start:
             row = tail.reserve.pop()
-            self._seal(tail, ids, row)
+            self._fresh_nodes[self._seal(tail, ids, row)] = ids
             return row
         here = [node for node in self._match(tail.tenant, ids).passed if node.end == end]
         if any(node.row for node in here):
@@ -130,12 +137,14 @@ class PrefixCache:
         row = tail.reserve.pop()
         if here:
             here[0].row = row
+            self._fresh_rows.add(here[0])
             self._row_order.touch(here[0], here[0].needed > 0)
         else:
             assert tail.parent is not None
             table = self.page_table(tail)
             pages = [table[end // self.page_size]] if end % self.page_size else []
-            self._add(tail.tenant, tail.parent.holding(end), end, end, pages, row, ids)
+            node = self._add(tail.tenant, tail.parent.holding(end), end, end, pages, row)
+            self._fresh_nodes[node] = ids
         return row
 
     def settle(self, tail: Tail) -> None:
@@ -150,7 +159,7 @@ class PrefixCache:
         """
         if len(ids) > tail.start:
             tail.ring.remove(row)
-            self._seal(tail, ids, row)
+            self._index(self._seal(tail, ids, row), ids)
         node = tail.parent
         if lineage is not None and node is not None:
             lineage.cached = node.end if node.row and node.end <= len(ids) else 0
@@ -172,7 +181,7 @@ class PrefixCache:
         """A node from the tail's start to the end of `ids`; the tail goes on behind it."""
         size, end = self.page_size, len(ids)
         owned = page_count(tail.start, end, size)
-        node = self._add(tail.tenant, tail.parent, tail.start, end, tail.pages[:owned], row, ids)
+        node = self._add(tail.tenant, tail.parent, tail.start, end, tail.pages[:owned], row)
         # The page of `end`, if begun, stays the tail's to write: the node relies on the rows before `end` alone.
         kept = end // size - tail.start // size
         for page in tail.pages[:kept]:
@@ -184,9 +193,7 @@ class PrefixCache:
         node.tails.add(tail)
         return node
 
-    def _add(
-        self, tenant: str, parent: Node | None, start: int, end: int, pages: list[int], row: int, ids: Ids
-    ) -> Node:
+    def _add(self, tenant: str, parent: Node | None, start: int, end: int, pages: list[int], row: int) -> Node:
         node = Node(self._number(), tenant, parent, start, end, pages, row)
         first = start // self.page_size
         for index, page in enumerate(pages, first):
@@ -194,11 +201,13 @@ class PrefixCache:
         if parent is not None:
             parent.children.add(node)
         self.nodes.add(node)
-        self._tries.setdefault(tenant, Trie()).insert(ids, node)
         self._use(node)
         if row:
             self._row_order.touch(node, False)
         return node
+
+    def _index(self, node: Node, ids: Ids) -> None:
+        self._tries.setdefault(node.tenant, Trie()).insert(ids, node)
 
     # ------------------------------------------------------------------ need
 
@@ -264,7 +273,8 @@ class PrefixCache:
     def _trim(self, node: Node) -> None:
         """Drop the end of the node's run that nothing on it needs, or all of it."""
         if not node.husk:
-            self._tries[node.tenant].remove(node)
+            if self._fresh_nodes.pop(node, None) is None:
+                self._tries[node.tenant].remove(node)
             node.husk = True
         if node.row:
             self._drop_row(node)
@@ -307,7 +317,7 @@ class PrefixCache:
         """Assert laws 2, 4 and 5 over the whole book."""
         self.pages.check()
         self.rows.check()
-        rows = [node.row for node in self.nodes if node.row] + [row for tail in self.tails for row in tail.ring]
+        rows = [node.row for node in self.nodes if node.row] + [row for tail in self.tails for row in tail.ring + tail.reserve]
         assert sorted(rows) == sorted(self.rows.held), "a row is held twice or by nobody"
         holders: dict[int, dict[int, int]] = {}
         size = self.page_size
