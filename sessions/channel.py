@@ -70,6 +70,9 @@ class _Entry:
     def merge(self, event: TurnEvent) -> bool:
         """Take `event` in, if it continues this one."""
         mine = self.event
+        if not isinstance(mine, TurnDelta | TurnProgress):
+            return False
+        first = mine.seq if mine.first is None else mine.first
         if isinstance(mine, TurnDelta) and isinstance(event, TurnDelta) and mine.item == event.item:
             self._texts.append(event.text)
             self.event = msgspec.structs.replace(mine, seq=event.seq, first=_first(mine))

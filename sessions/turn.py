@@ -114,7 +114,8 @@ def lineage(turn: Turn | None, length: int) -> Ids:
         own = turn.prompt.fresh + turn.output_ids
         if length > turn.prompt.keep:
             runs.append(own[: length - turn.prompt.keep])
-        turn, length = turn.prompt.base, min(length, turn.prompt.keep)
+        length = min(length, turn.prompt.keep)
+        turn = turn.prompt.base
     ids: Ids = array("i")
     for run in reversed(runs):
         ids += run
