@@ -17,9 +17,10 @@ MERGE_FROM = 256
 class Channel:
     """A queue that a slow reader cannot make grow without bound.
 
-    Once `MERGE_FROM` events are unread, a delta joins the unread delta before it if both belong to the same item of the
-    same turn and nothing of that turn lies between; a progress event replaces the one before it. A merged event bears
-    the later `seq`, and the earlier as `first`. So beyond `MERGE_FROM` a turn holds at most a few events per output item, and no text is lost.
+    Once `MERGE_FROM` events are unread, a delta joins the unread delta before it if both belong to the same item of
+    the same turn and nothing of that turn lies between; a progress event replaces the one before it. A merged event
+    bears the last one's `seq` and, as `first`, the first one's. So beyond `MERGE_FROM` a turn holds at most a few
+    events per output item, and no text is lost.
     """
 
     def __init__(self) -> None:
@@ -70,15 +71,12 @@ class _Entry:
     def merge(self, event: TurnEvent) -> bool:
         """Take `event` in, if it continues this one."""
         mine = self.event
-        if not isinstance(mine, TurnDelta | TurnProgress):
-            return False
-        first = mine.seq if mine.first is None else mine.first
         if isinstance(mine, TurnDelta) and isinstance(event, TurnDelta) and mine.item == event.item:
             self._texts.append(event.text)
-            self.event = msgspec.structs.replace(mine, seq=event.seq, first=_first(mine))
+            self.event = msgspec.structs.replace(mine, seq=event.seq, first=first)
             return True
         if isinstance(mine, TurnProgress) and isinstance(event, TurnProgress):
-            self.event = msgspec.structs.replace(event, first=_first(mine))
+            self.event = msgspec.structs.replace(event, first=first)
             return True
         return False
 
@@ -86,7 +84,3 @@ class _Entry:
         if isinstance(self.event, TurnDelta) and len(self._texts) > 1:
             return msgspec.structs.replace(self.event, text="".join(self._texts))
         return self.event
-
-
-def _first(event: TurnDelta | TurnProgress) -> int:
-    return event.seq if event.first is None else event.first

@@ -18,7 +18,7 @@ _TRIMS: tuple[Trim, ...] = (
     lambda text: text.rstrip("\n"),
 )
 
-_CORE = "probe-core"
+_CORE = 'probe\n\t <core> & "é"'
 _PADDED = f"\n \t\n{_CORE}\n \t\n"
 
 

@@ -126,7 +126,7 @@ class Conversation:
             assert prompt.base is previous
             assert prompt.keep == previous.length
         decode = self.tokenizer.decode
-        assert decode(ids[: prompt.input_end]).endswith(("<|im_end|>\n"))
+        assert decode(ids[: prompt.input_end]).endswith("<|im_end|>\n")
         assert decode(ids[prompt.input_end : prompt.length]) == "<|im_start|>assistant\n<think>\n"
         assert ids[: prompt.preamble_end] == self.preamble.ids
         expected = {prompt.preamble_end, prompt.input_end} | (
