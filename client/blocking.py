@@ -331,6 +331,7 @@ class TurnStream:
         held = session._held
         answers = held[1] if held is not None and held[0] == session._head else ()
         self._core, self._turn = self._link.create(turn_create(session._id, value, self._sampling, answers))
+        self._turn.parent = session._head
         session._running, session._held = self._turn.id, None
 
     def _finish(self) -> Turn:

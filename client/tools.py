@@ -133,7 +133,7 @@ def tool_output(call: FunctionCallItem | str, value: Any) -> FunctionCallOutputI
 def _as_text(value: Any) -> str:
     try:
         return msgspec.json.encode(value, enc_hook=str).decode()
-    except (TypeError, ValueError, msgspec.MsgspecError):
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return str(value)
 
 

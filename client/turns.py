@@ -130,16 +130,19 @@ class TurnAssembly:
     Events must arrive in the order of `seq`, from 0. One that was seen before is dropped, so replayed events do no
     harm; a hole raises. `deltas` holds what the caller has not taken yet. An item whose text did not come in deltas
     whole yields its rest as a delta when it is finished, so a stream misses nothing.
+
+    Attributes:
+        parent: the turn before; the first event says so, but a turn that is cancelled in the queue has no such event.
     """
 
     def __init__(self, turn: str) -> None:
         self.id = turn
         self.deltas: deque[Delta] = deque()
+        self.parent: str | None = None
         self.ended: TurnEnded | None = None
         self.failure: Exception | None = None
         self._next_seq = 0
         self._session = ""
-        self._parent: str | None = None
         self._started: TurnStarted | None = None
         self._items: dict[int, Item] = {}
         self._pieces: dict[int, list[Delta]] = {}
@@ -169,7 +172,7 @@ class TurnAssembly:
         match event:
             case TurnStarted():
                 self._started = event
-                self._parent = event.parent
+                self.parent = event.parent
             case TurnDelta():
                 self._add(Delta(event.channel, event.text, event.item, self.id, event.name, event.call_id))
             case TurnItem():
@@ -198,7 +201,7 @@ class TurnAssembly:
         return Turn(
             self.id,
             self._session,
-            self._parent,
+            self.parent,
             [self._items[index] if index in self._items else self._partial(index) for index in indices],
             ended.status if ended else "running",
             ended.reason if ended else None,
