@@ -73,10 +73,10 @@ class _Entry:
         mine = self.event
         if isinstance(mine, TurnDelta) and isinstance(event, TurnDelta) and mine.item == event.item:
             self._texts.append(event.text)
-            self.event = msgspec.structs.replace(mine, seq=event.seq, first=first)
+            self.event = msgspec.structs.replace(mine, seq=event.seq, first=_first(mine))
             return True
         if isinstance(mine, TurnProgress) and isinstance(event, TurnProgress):
-            self.event = msgspec.structs.replace(event, first=first)
+            self.event = msgspec.structs.replace(event, first=_first(mine))
             return True
         return False
 
@@ -84,3 +84,7 @@ class _Entry:
         if isinstance(self.event, TurnDelta) and len(self._texts) > 1:
             return msgspec.structs.replace(self.event, text="".join(self._texts))
         return self.event
+
+
+def _first(event: TurnDelta | TurnProgress) -> int:
+    return event.seq if event.first is None else event.first
