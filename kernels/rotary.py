@@ -48,9 +48,7 @@ def qk_norm_rope_gate(
     """
     tokens = qkv.shape[0]
     head_dim = q_weight.shape[0]
-    queries, keys, values = torch.split(
-        qkv, [heads * 2 * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1
-    )
+    queries, keys, values = torch.split(qkv, [heads * 2 * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
     q, gate = queries.view(tokens, heads, 2 * head_dim).chunk(2, dim=-1)
     k = keys.view(tokens, kv_heads, head_dim)
     v = values.view(tokens, kv_heads, head_dim)

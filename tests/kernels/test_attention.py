@@ -61,15 +61,11 @@ def test_prefill(lengths: list[int], queries: list[int], block: int, monkeypatch
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     pages = Pages(lengths)
     positions = [
-        position
-        for length, count in zip(lengths, queries, strict=True)
-        for position in range(length - count, length)
+        position for length, count in zip(lengths, queries, strict=True) for position in range(length - count, length)
     ]
     q = torch.randn(len(positions), HEADS, HEAD_DIM, dtype=torch.float64)
     starts = torch.tensor([0, *queries]).cumsum(0)
-    output = attention_prefill(
-        q, pages.k, pages.v, pages.table, torch.tensor(positions), starts, torch.tensor(lengths)
-    )
+    output = attention_prefill(q, pages.k, pages.v, pages.table, torch.tensor(positions), starts, torch.tensor(lengths))
     owners = [sequence for sequence, count in enumerate(queries) for _ in range(count)]
     for token, (sequence, position) in enumerate(zip(owners, positions, strict=True)):
         torch.testing.assert_close(output[token], pages.attend(sequence, q[token], position))

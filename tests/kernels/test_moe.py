@@ -44,7 +44,9 @@ def one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), experts[token].tolist(), strict=True):
             both = gate_up[expert] @ x[token]
-            inner = torch.tensor([silu(g) * u for g, u in zip(both[:width].tolist(), both[width:].tolist(), strict=True)])
+            inner = torch.tensor(
+                [silu(g) * u for g, u in zip(both[:width].tolist(), both[width:].tolist(), strict=True)]
+            )
             total[token] += weight * (down[expert] @ inner.to(x.dtype))
     return total
 

@@ -74,7 +74,16 @@ def kept_by_rule(row: list[float], temperature: float, top_k: int, top_p: float,
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(0, 1.0, 0.0), (1, 1.0, 0.0), (4, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (6, 0.8, 0.2), (3, 0.05, 0.9), (99, 0.9, 0.0)],
+    [
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (4, 1.0, 0.0),
+        (0, 0.6, 0.0),
+        (0, 1.0, 0.3),
+        (6, 0.8, 0.2),
+        (3, 0.05, 0.9),
+        (99, 0.9, 0.0),
+    ],
 )
 def test_options_keep_what_the_rule_keeps(top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
@@ -116,7 +125,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     }
     together, logprobs = draw(logits, **options)
     for row in range(5):
-        alone, logprob = draw(logits[row : row + 1], **{name: values[row : row + 1] for name, values in options.items()})
+        alone, logprob = draw(
+            logits[row : row + 1], **{name: values[row : row + 1] for name, values in options.items()}
+        )
         assert int(alone) == int(together[row])
         assert float(logprob) == float(logprobs[row])
 

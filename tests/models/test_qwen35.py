@@ -112,7 +112,7 @@ def test_writing_to_row_0_discards(model: Any, make_bench: Any, make_work: Any, 
 def test_recomputing_reads_the_pages_it_does_not_write(
     model: Any, make_bench: Any, make_work: Any, ids: list[int], relative_difference: Any
 ) -> None:
-    """The state of a prompt is lost and its K and V are not: its tokens run again with their writes sent to the sink."""
+    """A prompt's state is lost and its K and V are not: its tokens run again with their writes sent to the sink."""
     bench = make_bench(model)
     line = bench.line()
     bench.run(line, ids[:30])
@@ -131,9 +131,7 @@ def test_recomputing_reads_the_pages_it_does_not_write(
     assert relative_difference(logits, fresh(make_bench, model, ids[:40])[30:]) < EXACT
 
 
-def test_hidden_vectors_stand_beside_their_states(
-    model: Any, make_bench: Any, make_work: Any, ids: list[int]
-) -> None:
+def test_hidden_vectors_stand_beside_their_states(model: Any, make_bench: Any, make_work: Any, ids: list[int]) -> None:
     bench = make_bench(model)
     first, second = bench.line(), bench.line()
     outputs = bench.hidden(make_work(first, ids[:7]), make_work(second, ids[:3]))

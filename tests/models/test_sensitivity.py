@@ -1,8 +1,8 @@
-"""The other tests' tolerance means something only if a wrong memory shows: every single part of it must move the logits.
+"""Exactness to 1e-9 means something only if a wrong memory shows: every single part of it must move the logits.
 
-A sequence's next token is computed from its memory as it is, and again with one layer's conv window, one layer's matrix,
-or one page of one layer's K or V zeroed, swapped with another sequence's, or one token old. The logits must move by ten
-thousand times the 1e-9 that exactness is tested to.
+A sequence's next token is computed from its memory as it is, and again with one layer's conv window, one layer's
+matrix, or one page of one layer's K or V zeroed, swapped with another sequence's, or one token old. The logits must
+move by ten thousand times the tolerance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LENGTH = 40
 PAGE = 4
 
 
-@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3_5_text", "linear_num_value_heads": 6}], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "qwen3_5_text", "linear_num_value_heads": 6}], ids=["moe", "dense"]
+)
 def test_every_part_of_the_memory_moves_the_logits(
     changes: dict[str, Any],
     make_model: Any,

@@ -105,15 +105,15 @@ def _place(
     if target is None:
         return "is unexpected"
     entry, source = target
+    cells = _cells(entry, source)
+    if not filled.isdisjoint(cells):
+        return f"fills {entry.name} a second time"
+    filled.update(cells)  # even if it is wrong: then it is not missing too
     shape = entry.source_shape(source)
     if tuple(tensor.shape) != shape:
         return f"has the shape {list(tensor.shape)} instead of {list(shape)}"
     if tensor.dtype not in FLOATING:
         return f"has the type {tensor.dtype}, which is not a plain floating-point type"
-    cells = _cells(entry, source)
-    if not filled.isdisjoint(cells):
-        return f"fills {entry.name} a second time"
-    filled.update(cells)
     entry.fill(parameters[entry.name], source, tensor, shard)
     return None
 

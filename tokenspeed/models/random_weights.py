@@ -7,9 +7,9 @@ scale of what they are given, and the router's choices are spread and clear.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def random_tensors(
         experts_apart: a tensor per expert and projection instead of all experts' in one.
     """
     for entry, source in _sources(config, experts_apart):
-        generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(source.name.encode()))
+        # Hashed together, because the CPU's generator looks at 32 bits of its seed alone.
+        digest = hashlib.sha256(f"{seed} {source.name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
         drawn = _draw(source.name, entry.source_shape(source), config, generator)
         yield _prefixed(source.name, prefix), drawn.to(dtype)
 
