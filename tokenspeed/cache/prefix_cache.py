@@ -121,30 +121,16 @@ class PrefixCache:
 
     def checkpoint(self, tail: Tail, ids: Ids) -> int | None:
         """A row of the tail's reserve for the state after `ids`, which its sequence is about to compute; None if that
-        state is kept already.
-
-        Inside the cached KV the row goes to the node that ends there, or to a new bare checkpoint; beyond it the tail
-        is sealed up to there and goes on behind it.
-        """
-        end = len(ids)
-        if end > tail.start:
-            row = tail.reserve.pop()
-            self._fresh_nodes[self._seal(tail, ids, row)] = ids
-            return row
-        here = [node for node in self._match(tail.tenant, ids).passed if node.end == end]
-        if any(node.row for node in here):
+        state is kept already."""
+        row = tail.reserve[-1]
+        node, new = self._keep(tail, ids, row)
+        if node.row != row:
             return None
-        row = tail.reserve.pop()
-        if here:
-            here[0].row = row
-            self._fresh_rows.add(here[0])
-            self._row_order.touch(here[0], here[0].needed > 0)
-        else:
-            assert tail.parent is not None
-            table = self.page_table(tail)
-            pages = [table[end // self.page_size]] if end % self.page_size else []
-            node = self._add(tail.tenant, tail.parent.holding(end), end, end, pages, row)
+        tail.reserve.pop()
+        if new:
             self._fresh_nodes[node] = ids
+        else:
+            self._fresh_rows.add(node)
         return row
 
     def settle(self, tail: Tail) -> None:
@@ -154,17 +140,39 @@ class PrefixCache:
         tail.reserve.clear()
 
     def close(self, tail: Tail, ids: Ids, row: int, lineage: Lineage | None) -> None:
-        """Seal the tail at the end of `ids`, whose state is in ring row `row`, and give back the rest. Where `ids` end
-        at or before the tail's start there is nothing to seal. `lineage`, if given, stands on what is cached of it.
-        """
-        if len(ids) > tail.start:
+        """Keep the state after `ids`, which is in ring row `row`, and give back the rest. `lineage`, if given, stands
+        on it."""
+        node, new = self._keep(tail, ids, row)
+        if new:
+            self._index(node, ids)
+        if node.row == row:
             tail.ring.remove(row)
-            self._index(self._seal(tail, ids, row), ids)
-        node = tail.parent
-        if lineage is not None and node is not None:
-            lineage.cached = node.end if node.row and node.end <= len(ids) else 0
+        if lineage is not None:
+            lineage.cached = node.end
             self._stand_on(lineage, node)
         self.abandon(tail)
+
+    def _keep(self, tail: Tail, ids: Ids, row: int) -> tuple[Node, bool]:
+        """A checkpoint after `ids` with the state in `row`, unless one is there: then the node that has it. Also
+        whether the node is new and has to be indexed.
+
+        Inside the cached KV the row goes to the node that ends there, or to a new bare checkpoint; beyond it the tail
+        is sealed up to there and goes on behind it.
+        """
+        end = len(ids)
+        if end > tail.start:
+            return self._seal(tail, ids, row), True
+        here = [node for node in self._match(tail.tenant, ids).passed if node.end == end]
+        node = next((node for node in here if node.row), here[0] if here else None)
+        if node is None:
+            assert tail.parent is not None
+            table = self.page_table(tail)
+            pages = [table[end // self.page_size]] if end % self.page_size else []
+            return self._add(tail.tenant, tail.parent.holding(end), end, end, pages, row), True
+        if not node.row:
+            node.row = row
+            self._row_order.touch(node, node.needed > 0)
+        return node, False
 
     def abandon(self, tail: Tail) -> None:
         """Give back all that the tail holds."""
@@ -317,7 +325,9 @@ class PrefixCache:
         """Assert laws 2, 4 and 5 over the whole book."""
         self.pages.check()
         self.rows.check()
-        rows = [node.row for node in self.nodes if node.row] + [row for tail in self.tails for row in tail.ring + tail.reserve]
+        rows = [node.row for node in self.nodes if node.row] + [
+            row for tail in self.tails for row in tail.ring + tail.reserve
+        ]
         assert sorted(rows) == sorted(self.rows.held), "a row is held twice or by nobody"
         holders: dict[int, dict[int, int]] = {}
         size = self.page_size

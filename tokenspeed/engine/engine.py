@@ -110,12 +110,14 @@ class Engine:
         """
         many = len(token_ids) > 0 and not isinstance(token_ids[0], int | np.integer)
         prompts = token_ids if many else [token_ids]
-        turns = {}
+        params = params or SamplingParams()
+        turns: dict[str, Generation] = {}
         for prompt in prompts:
             name = f"turn_{next(self._names)}"
-            turns[name] = Generation(name, logprobs=[] if params is not None and params.logprobs else None)
-            ids = np.asarray(prompt, "<i4")
-            self._core.submit(Generate(name, "", ids.tobytes(), params or SamplingParams(), parent))
+            turns[name] = Generation(name, logprobs=[] if params.logprobs else None)
+            # A state one token before the end: the same prompt, or a longer one, then computes what follows it.
+            marks = (len(prompt) - 1,) if parent is None and len(prompt) > 1 else ()
+            self._core.submit(Generate(name, "", np.asarray(prompt, "<i4").tobytes(), params, parent, marks=marks))
         refused: Rejected | Ended | None = None
         while self._core.busy:
             for event in self._core.step():
