@@ -120,6 +120,18 @@ def test_an_evicted_lineage_is_recomputed_and_says_so(lab: MakeLab, assert_exact
     assert_exact(engine, first.turn)
 
 
+def test_without_the_prefix_cache_every_turn_computes_its_prompt(lab: MakeLab) -> None:
+    warm, cold = lab(), lab(prefix_cache=False)
+    outputs = []
+    for engine, reused, reason in ((warm, 41, None), (cold, 0, "off")):
+        first = engine.run(PROMPT, params=answer(5))
+        second = engine.run([5, 6], parent=first.turn, params=answer(9))
+        assert (second.usage.reused, second.usage.computed) == (reused, 44 - reused)
+        assert second.started.miss_reason == reason
+        outputs.append(second.output)
+    assert outputs[0] == outputs[1]
+
+
 def test_only_the_state_was_dropped(lab: MakeLab, assert_exact: Callable[..., None]) -> None:
     """Tokens whose KV is there are computed again for their state, and their KV is left alone (law 3)."""
     engine = lab()

@@ -105,3 +105,6 @@ class Found:
     beyond: Node | None
     state: int
     checkpoint: Node | None
+
+
+NOTHING = Found(kv=0, beyond=None, state=0, checkpoint=None)

@@ -26,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         depth: steps in flight before a step's result is read; None is 0 on a CPU (where a step runs at once), else 1.
         max_context: bound on prompt + output; None is the model's own. It is lowered to what the pages hold.
         max_queue: turns waiting; one more is refused with `queue_full`.
+        prefix_cache: reuse what is cached of a prompt; without it every turn computes its whole prompt.
         seed: of dummy weights.
         threads: CPU threads of torch; 0 leaves torch's choice.
     """
@@ -43,5 +44,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     depth: int | None = None
     max_context: int | None = None
     max_queue: int = 256
+    prefix_cache: bool = True
     seed: int = 0
     threads: int = 0

@@ -65,6 +65,7 @@ class EngineCore:
             max_queue=config.max_queue,
             vocab_size=shape.vocabulary,
             eos_token_ids=shape.eos_ids,
+            prefix_cache=config.prefix_cache,
         )
         self.scheduler = Scheduler(self.limits)
         pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)

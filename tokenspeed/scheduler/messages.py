@@ -50,12 +50,12 @@ class Release(msgspec.Struct, tag="release"):
 
 EngineCommand = Generate | Cancel | Release
 
-MissReason = Literal["evicted"]
+MissReason = Literal["evicted", "off"]
 
 
 class Started(msgspec.Struct, tag="started", omit_defaults=True):
-    """The turn was admitted. `prompt == reused + to_compute`. `miss_reason` is set when less was reused than the
-    parent had cached once (all of its ids but the last)."""
+    """The turn was admitted. `prompt == reused + to_compute`. `miss_reason` is set when less was reused than had
+    been cached of the parent: it was `evicted`, or the prefix cache is `off`."""
 
     turn: str
     prompt: int

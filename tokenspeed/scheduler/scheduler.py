@@ -13,13 +13,14 @@ import numpy as np
 
 from tokenspeed.cache.lineage import Lineage, LineageBook
 from tokenspeed.cache.prefix_cache import PrefixCache
-from tokenspeed.cache.tree import Tail
+from tokenspeed.cache.tree import NOTHING, Tail
 from tokenspeed.scheduler.messages import (
     Cancel,
     Ended,
     EndReason,
     EngineEvent,
     Generate,
+    MissReason,
     Progress,
     Rejected,
     Started,
@@ -34,7 +35,8 @@ PROGRESS_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler works within. `depth`: steps whose results are not read yet when a step is planned."""
+    """What the scheduler works within. `depth`: steps whose results are not read yet when a step is planned.
+    `prefix_cache`: whether prompts reuse what is cached."""
 
     page_size: int
     pages: int
@@ -46,6 +48,7 @@ class Limits:
     max_queue: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    prefix_cache: bool = True
 
     def check(self) -> None:
         """Raise ValueError where one turn alone would not fit."""
@@ -300,7 +303,7 @@ class Scheduler:
 
     def _admit(self, turn: Turn) -> Prefilling | None:
         ids = turn.all_ids()
-        found = self.cache.find(turn.tenant, ids)
+        found = self.cache.find(turn.tenant, ids) if self.limits.prefix_cache else NOTHING
         marks = [mark for mark in turn.marks if mark > found.state]
         opening = self.cache.open(turn.tenant, found, len(ids) + 1, self.limits.depth + 1, len(marks))
         if opening is None:
@@ -333,9 +336,9 @@ class Scheduler:
         if turn.admitted_s is None:
             turn.admitted_s = self._now_s
             turn.reused = found.state
-            missed = found.state < turn.expected
-            left = len(ids) - found.state
-            self._emit(Started(turn.name, len(ids), found.state, left, "evicted" if missed else None))
+            missed: MissReason = "evicted" if self.limits.prefix_cache else "off"
+            reason = missed if found.state < turn.expected else None
+            self._emit(Started(turn.name, len(ids), found.state, len(ids) - found.state, reason))
         return state
 
     def _chunk(self, state: Prefilling, budget: int) -> int:
