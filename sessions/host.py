@@ -177,15 +177,15 @@ class SessionHost:
         session.check_idle()
         sampling = self._resolve(command.sampling, session.defaults.sampling)
         items = checked_input(command.input, session.head)
+        # Taken before the wait below: should the channel close meanwhile, its successor is not written to.
+        events = self._channel(channel)
         session.preparing = True
         try:
             prompt = await self._prompt(session, items)
         finally:
             session.preparing = False
         self._check_length(prompt.length)
-        self._start(session, items, prompt, sampling, self._channel(channel))
-        assert session.running is not None
-        return session.running.id
+        return self._start(session, items, prompt, sampling, events)
 
     async def _prompt(self, session: Session, items: list[InputItem]) -> Prompt:
         defaults = session.defaults
@@ -196,7 +196,7 @@ class SessionHost:
 
     def _start(
         self, session: Session, items: list[InputItem], prompt: Prompt, sampling: SamplingParams, channel: Channel
-    ) -> None:
+    ) -> str:
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= frozenset(self._engine.info.eos_token_ids)
@@ -219,6 +219,7 @@ class SessionHost:
         task = asyncio.create_task(self._run(session, running, channel))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return running.id
 
     async def _run(self, session: Session, running: RunningTurn, channel: Channel) -> None:
         outcome = await running.run()

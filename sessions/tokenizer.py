@@ -25,14 +25,16 @@ class ChatTokenizer:
 
     def __init__(self, directory: Path) -> None:
         spec = _read_spec(directory / "tokenizer.json")
-        self.added: dict[str, int] = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
-        self._added_names = {token_id: name for name, token_id in self.added.items()}
         try:
             self._control = Tokenizer.from_str(json.dumps(spec))
             self._plain = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None}))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be loaded: {error}") from error
         _check_byte_level(spec, directory)
+        # The library numbers added tokens itself where the file's numbers leave gaps.
+        numbered = self._control.get_added_tokens_decoder()
+        self.added: dict[str, int] = {token.content: token_id for token_id, token in numbered.items()}
+        self._added_names = {token_id: name for name, token_id in self.added.items()}
         self._check_plain()
         self._bytes: dict[int, bytes] = {}
 
@@ -45,7 +47,12 @@ class ChatTokenizer:
         return array("i", self._control.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, text: str) -> array[int]:
-        """Ids of text written by people and tools; no added token comes out of it."""
+        """Ids of text written by people and tools; no added token comes out of it.
+
+        Raises:
+            UnicodeEncodeError: for a lone surrogate, which no bytes stand for.
+        """
+        text.encode()
         return array("i", self._plain.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:

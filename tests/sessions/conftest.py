@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import shutil
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenspeed.pocket
+from tokenspeed.client.protocol.commands import (
+    Command,
+    SessionFork,
+    SessionGet,
+    SessionOpen,
+    SessionRewind,
+    SessionTurns,
+    TurnCreate,
+)
+from tokenspeed.client.protocol.events import Reply, SessionRecord, TurnEnded, TurnEvent, TurnRecord
+from tokenspeed.client.protocol.items import InputItem
 from tokenspeed.engine.client import EngineGone
 from tokenspeed.engine.messages import (
     Cancel,
@@ -26,6 +38,7 @@ from tokenspeed.engine.messages import (
 )
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.template import ChatTemplate
+from tokenspeed.sessions.host import SessionHost
 from tokenspeed.sessions.tokenizer import ChatTokenizer
 
 POCKET = Path(tokenspeed.pocket.__file__).parent
@@ -157,11 +170,6 @@ class ScriptedEngine:
         pass
 
 
-@pytest.fixture
-def scripted_engine() -> type[ScriptedEngine]:
-    return ScriptedEngine
-
-
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model's tokenizer and template, without weights."""
@@ -184,3 +192,88 @@ def template(directory: Path) -> ChatTemplate:
 @pytest.fixture(scope="session")
 def chat_format(template: ChatTemplate, tokenizer: ChatTokenizer) -> QwenFormat:
     return QwenFormat(template, tokenizer)
+
+
+class Desk:
+    """A host over a scripted engine, and what a test does with it."""
+
+    def __init__(self, directory: Path, tokenizer: ChatTokenizer, engine: ScriptedEngine, tenant: str = "t") -> None:
+        self.engine = engine
+        self.host = SessionHost(engine, directory)
+        self.tokenizer = tokenizer
+        self.tenant = tenant
+        self.events: list[TurnEvent] = []
+        self._reader: asyncio.Task[None] | None = None
+        self._ended: dict[str, asyncio.Event] = {}
+
+    async def ask(self, command: Command, tenant: str | None = None, channel: str = "c") -> Reply:
+        return await self.host.request(tenant or self.tenant, command, channel)
+
+    async def open(self, **fields: Any) -> str:
+        reply = await self.ask(SessionOpen("o", **fields))
+        assert reply.session is not None
+        return reply.session.id
+
+    def script(self, text: str, *, pause: bool = False) -> None:
+        """The next turn's output; control tokens in `text` are such. `pause`: then wait for a cancel."""
+        self.engine.scripts.append([*self.tokenizer.encode_control(text), *([PAUSE] if pause else [])])
+
+    async def begin(self, session: str, given: str | list[InputItem], **fields: Any) -> str:
+        """Create a turn. Its events are read from now on."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        reply = await self.ask(TurnCreate("q", session, given, **fields))
+        assert reply.turn is not None
+        return reply.turn
+
+    async def take(
+        self, session: str, given: str | list[InputItem], output: str | None = None, **fields: Any
+    ) -> TurnEnded:
+        """A turn from its creation to its end; `output` is scripted for it."""
+        if output is not None:
+            self.script(output)
+        return await self.end(await self.begin(session, given, **fields))
+
+    async def end(self, turn: str) -> TurnEnded:
+        await asyncio.wait_for(self._ended.setdefault(turn, asyncio.Event()).wait(), 10)
+        event = self.of(turn)[-1]
+        assert isinstance(event, TurnEnded)
+        return event
+
+    async def fork(self, session: str, at: str | None = None) -> str:
+        reply = await self.ask(SessionFork("f", session, at))
+        assert reply.sessions is not None
+        return reply.sessions[0].id
+
+    async def rewind(self, session: str, to: str) -> Reply:
+        return await self.ask(SessionRewind("r", session, to))
+
+    async def streamed(self, turn: str, count: int) -> None:
+        """Until `count` events of a turn have come."""
+        while len(self.of(turn)) < count:
+            await asyncio.sleep(0)
+
+    def of(self, turn: str) -> list[TurnEvent]:
+        return [event for event in self.events if event.turn == turn]
+
+    async def record(self, session: str) -> SessionRecord:
+        reply = await self.ask(SessionGet("g", session))
+        assert reply.session is not None
+        return reply.session
+
+    async def turns(self, session: str) -> list[TurnRecord]:
+        reply = await self.ask(SessionTurns("t", session))
+        assert reply.turns is not None
+        return reply.turns
+
+    async def _read(self) -> None:
+        async for event in self.host.events("c"):
+            self.events.append(event)
+            if isinstance(event, TurnEnded):
+                self._ended.setdefault(event.turn, asyncio.Event()).set()
+
+
+@pytest.fixture
+def desk(directory: Path, tokenizer: ChatTokenizer) -> Callable[..., Desk]:
+    """Makes a desk: `desk(max_context=…, chunk=…)`."""
+    return lambda **options: Desk(directory, tokenizer, ScriptedEngine(**options))

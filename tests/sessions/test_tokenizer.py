@@ -67,6 +67,11 @@ def test_an_unfinished_character_ends_at_a_control_token_and_at_the_end(tokenize
     assert tokenizer.decode([half, tokenizer.added["<think>"], half]) == "\ufffd<think>\ufffd"
 
 
+def test_a_lone_surrogate_is_refused(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode_plain("a\ud800")
+
+
 def test_an_unknown_id_is_no_text(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.decode([10**6]) == ""
 
