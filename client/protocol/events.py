@@ -17,7 +17,7 @@ from tokenspeed.client.protocol.items import FunctionTool, InputItem, Item
 TurnStatus = Literal["completed", "incomplete", "cancelled", "failed"]
 TurnReason = Literal["stop", "tool_calls", "length", "context_length", "cancelled", "parse_error", "error"]
 SessionState = Literal["idle", "running", "closed"]
-MissReason = Literal["evicted", "diverged", "cold", "reasoning_dropped"]
+MissReason = Literal["evicted", "diverged", "cold", "reasoning_dropped", "off"]
 
 
 class Reused(msgspec.Struct):
