@@ -1,0 +1,161 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import Annotated
+
+import typer
+
+from tokenspeed.cli.errors import CommandError, one_line
+
+app = typer.Typer(
+    help="An inference engine for agent sessions: a turn costs only its new tokens.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Dtype(enum.StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+class LoadFormat(enum.StrEnum):
+    auto = "auto"
+    dummy = "dummy"
+
+
+class LogLevel(enum.StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A Hugging Face directory or repository; tokenspeed-pocket if left out."),
+]
+Device = Annotated[str, typer.Option(help="torch's name of it.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV; auto is float32 on a CPU.")]
+LoadFormatOption = Annotated[LoadFormat, typer.Option(help="dummy draws random weights from the config alone.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory for KV pages and state rows, such as 512MiB; 1GiB if left out."),
+]
+MaxContext = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of prompt and output; the model's own if left out.")
+]
+MaxSequences = Annotated[int, typer.Option(min=1, help="Turns that run side by side.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
+ApiKey = Annotated[str | None, typer.Option(help="The key to that server; else TOKENSPEED_API_KEY.")]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Where to listen; without an API key, this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(metavar="TENANT=KEY", help="A key and whose it is; may be repeated.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="A web page's origin to let in; may be repeated.")
+    ] = None,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    cache: Cache = None,
+    max_context: MaxContext = None,
+    max_sequences: MaxSequences = 8,
+    threads: Threads = 0,
+    log_level: Annotated[LogLevel, typer.Option(help="Of the server's log, on stderr.")] = LogLevel.warning,
+) -> None:
+    """Serve a model's sessions until interrupted."""
+    from tokenspeed.cli import serve as command
+
+    command.run(
+        model,
+        host=host,
+        port=port,
+        api_keys=api_key or [],
+        origins=allow_origin or [],
+        device=device,
+        dtype=dtype.value,
+        load_format=load_format.value,
+        cache=cache,
+        max_context=max_context,
+        max_sequences=max_sequences,
+        threads=threads,
+        log_level=log_level.value,
+    )
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, instead of one of this command's own.")
+    ] = None,
+    api_key: ApiKey = None,
+    session: Annotated[str | None, typer.Option(help="The id of a session to go on with (with --url).")] = None,
+    instructions: Annotated[str | None, typer.Option(help="The system text.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Bound of an answer.")] = None,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+) -> None:
+    """Talk to a model in the terminal."""
+    from tokenspeed.cli import chat as command
+
+    if url is not None and model is not None:
+        raise typer.BadParameter("give a MODEL or --url, not both")
+    if session is not None and url is None:
+        raise typer.BadParameter("--session needs --url")
+    command.run(
+        model,
+        url=url,
+        api_key=api_key,
+        session=session,
+        instructions=instructions,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        device=device,
+        dtype=dtype.value,
+        load_format=load_format.value,
+    )
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+) -> None:
+    """Take a scripted session of twelve turns with tools and a fork, and check what each turn cost."""
+    from tokenspeed.cli import demo as command
+
+    command.run(model, device=device, dtype=dtype.value, load_format=load_format.value)
+
+
+@app.command()
+def doctor(device: Device = "cpu", dtype: DtypeOption = Dtype.auto) -> None:
+    """Say what is installed, what it runs on, and whether something is wrong with it."""
+    from tokenspeed.cli import doctor as command
+
+    command.run(device=device, dtype=dtype.value)
+
+
+def run() -> None:
+    """Parse the command line and carry it out; ends the process."""
+    try:
+        app()
+    except CommandError as error:
+        sys.exit(f"error: {one_line(error)}")
