@@ -209,7 +209,8 @@ class RunningTurn:
             return event.miss_reason
         if self._resent and event.reused < self._prompt.keep - 1:
             return "cold"
-        return "reasoning_dropped" if self._prompt.base is not self._parent else None
+        dropped = self._parent is not None and self._prompt.keep < self._parent.length
+        return "reasoning_dropped" if dropped else None
 
     def _report(self, events: list[OutputEvent]) -> None:
         for event in events:

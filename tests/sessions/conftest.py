@@ -275,5 +275,9 @@ class Desk:
 
 @pytest.fixture
 def desk(directory: Path, tokenizer: ChatTokenizer) -> Callable[..., Desk]:
-    """Makes a desk: `desk(max_context=…, chunk=…)`."""
-    return lambda **options: Desk(directory, tokenizer, ScriptedEngine(**options))
+    """Makes a desk over a scripted engine, `desk(max_context=…, chunk=…)`, or over another, `desk(engine=…)`."""
+
+    def make(engine: Any = None, **options: Any) -> Desk:
+        return Desk(directory, tokenizer, engine or ScriptedEngine(**options))
+
+    return make
