@@ -62,11 +62,11 @@ class PagePool:
 
     def __init__(self, geometry: CacheGeometry, pages: int, device: torch.device) -> None:
         shape = (pages, geometry.page_size, geometry.kv_heads, geometry.head_dim)
-        make = lambda: torch.zeros(shape, dtype=geometry.kv_dtype, device=device)  # noqa: E731
         self.geometry = geometry
         self.pages = pages
-        self.k = [make() for _ in range(geometry.attention_layers)]
-        self.v = [make() for _ in range(geometry.attention_layers)]
+        layers = range(geometry.attention_layers)
+        self.k = [torch.zeros(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
+        self.v = [torch.zeros(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
 
     def flat_k(self, layer: int) -> Tensor:
         return self.k[layer].view(-1, *self.k[layer].shape[2:])

@@ -51,7 +51,8 @@ class Trie(Generic[E]):
 
     def match(self, ids: Ids) -> Match[E]:
         """The longest known prefix of `ids`."""
-        branch, passed = self._root, []
+        branch = self._root
+        passed: list[E] = []
         while branch.end < len(ids):
             next_branch = branch.below.get(int(ids[branch.end]))
             if next_branch is None:

@@ -108,8 +108,7 @@ class Engine:
         Raises:
             EngineRefusal: with the code `context_length_exceeded`, `bad_request`, `unknown_lineage` or `queue_full`.
         """
-        many = len(token_ids) > 0 and not isinstance(token_ids[0], int | np.integer)
-        prompts = token_ids if many else [token_ids]
+        prompts, many = _prompts(token_ids)
         params = params or SamplingParams()
         turns: dict[str, Generation] = {}
         for prompt in prompts:
@@ -131,6 +130,14 @@ class Engine:
     def release(self, turn: str) -> None:
         """Forget a lineage: its ids, and, when room is needed, its cache before others'."""
         self._core.submit(Release([turn]))
+
+
+def _prompts(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], bool]:
+    """The prompts, and whether they came as a list of prompts."""
+    prompts = [item for item in token_ids if isinstance(item, Sequence | np.ndarray)]
+    if prompts:
+        return prompts, True
+    return [[int(item) for item in token_ids if not isinstance(item, Sequence)]], False
 
 
 def _take(generation: Generation, event: EngineEvent) -> Rejected | Ended | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tokenspeed.config.engine import EngineConfig
@@ -48,7 +50,7 @@ _to_worker = msgspec.msgpack.Decoder(list[ToWorker])
 _from_worker = msgspec.msgpack.Decoder(list[FromWorker])
 
 
-def encode(messages: list[ToWorker] | list[FromWorker]) -> bytes:
+def encode(messages: Sequence[ToWorker] | Sequence[FromWorker]) -> bytes:
     return _encoder.encode(messages)
 
 

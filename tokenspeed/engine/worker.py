@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 
 import zmq
 
@@ -64,7 +65,7 @@ class Worker:
             if core.busy:
                 events = core.step()
                 if events:
-                    self._send(list(events))
+                    self._send(events)
 
     def _take_messages(self, core: EngineCore) -> bool:
         """Hand over what has arrived; wait only if the core is idle. False when it is time to end."""
@@ -81,7 +82,7 @@ class Worker:
         elif not isinstance(message, Start | Shutdown):
             core.submit(message)
 
-    def _send(self, messages: list[FromWorker]) -> None:
+    def _send(self, messages: Sequence[FromWorker]) -> None:
         self._socket.send(encode(messages))
 
 

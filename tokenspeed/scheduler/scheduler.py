@@ -379,16 +379,16 @@ class Scheduler:
 
     def _report_progress(self) -> None:
         for position, turn in enumerate(self.queue):
-            self._progress(turn, "queued", 0, len(turn.ids), position)
+            self._progress(turn, Progress(turn.name, "queued", 0, len(turn.ids), position))
         for state in self.running.values():
             if isinstance(state, Prefilling):
-                self._progress(state.turn, "prefill", state.done, len(state.ids), None)
+                turn = state.turn
+                self._progress(turn, Progress(turn.name, "prefill", state.done, len(state.ids)))
 
-    def _progress(self, turn: Turn, phase: str, done: int, total: int, position: int | None) -> None:
+    def _progress(self, turn: Turn, progress: Progress) -> None:
         if self._now_s - turn.progress_s >= PROGRESS_EVERY_S:
             turn.progress_s = self._now_s
-            assert phase == "queued" or phase == "prefill"
-            self._emit(Progress(turn.name, phase, done, total, position))
+            self._emit(progress)
 
     def _emit(self, event: EngineEvent) -> None:
         self._plan.events.append(event)
