@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from tokenspeed.kernels.norms import add_rms_norm, gated_rms_norm, gemma_rms_norm
@@ -44,16 +43,15 @@ def test_gated_norm_norms_first_and_gates_after() -> None:
             torch.testing.assert_close(output[token, head], torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_norms_compute_above_their_input_type_and_return_it(dtype: torch.dtype) -> None:
-    # The squares of 200 leave bfloat16's precision, and the sum of 4,096 of them would stall in it.
-    x, weight = torch.full((1, 4096), 200.0, dtype=dtype), torch.zeros(4096, dtype=dtype)
-    normed = gemma_rms_norm(x, weight, EPS)
-    assert normed.dtype == dtype
-    torch.testing.assert_close(normed, torch.ones_like(x), rtol=1e-7, atol=0)
-    gated = gated_rms_norm(x, torch.full_like(x, 30.0), weight + 1, EPS)
-    assert gated.dtype == dtype
-    torch.testing.assert_close(gated, torch.full_like(x, 30.0), rtol=1e-7, atol=0)
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    x, gate, weight = torch.randn(3, 64, 512).bfloat16()
+    for actual, exact in (
+        (gemma_rms_norm(x, weight[0], EPS), gemma_rms_norm(x.double(), weight[0].double(), EPS)),
+        (gated_rms_norm(x, gate, weight[0], EPS), gated_rms_norm(*(t.double() for t in (x, gate, weight[0])), EPS)),
+    ):
+        assert actual.dtype == torch.bfloat16
+        # Float32 falls on the other side of a rounding edge now and then; a second rounding would every other time.
+        assert float((actual != exact.bfloat16()).float().mean()) < 0.001
 
 
 def test_strided_input() -> None:

@@ -49,21 +49,24 @@ def test_heads_forget_slowly_and_layers_keep_the_scale(hidden: int, make_model: 
     assert 0.3 < float(logits.std()) < 3
 
 
-def test_every_expert_is_used(make_model: Any, make_bench: Any, ids: list[int]) -> None:
+def test_every_expert_is_used_and_no_token_has_only_one(make_model: Any, make_bench: Any, ids: list[int]) -> None:
     model = make_model(torch.float32)
     counts = torch.zeros(len(model.layers), 8)
+    smaller: list[torch.Tensor] = []
     route = model.ops.route
     calls = iter(range(100))
 
     def spy(logits: Any, k: int) -> Any:
         weights, experts = route(logits, k)
         counts[next(calls)] += experts.flatten().bincount(minlength=8)
+        smaller.append(weights[:, -1])
         return weights, experts
 
     model.ops.route = spy
     bench = make_bench(model)
     bench.run(bench.line(), ids)
     assert int(counts.min()) >= 10  # of 400 choices a layer
+    assert 0.1 < float(torch.cat(smaller).mean()) < 0.4
 
 
 def test_a_float64_model_has_the_float32_models_weights() -> None:
