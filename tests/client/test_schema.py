@@ -110,7 +110,7 @@ def test_what_no_model_could_call_is_refused() -> None:
     for function in (rest, options, positional):
         with pytest.raises(TypeError, match="cannot be given by name"):
             function_tool(function)
-    with pytest.raises(TypeError, match="parameter 'handle'.*no JSON Schema"):
+    with pytest.raises(TypeError, match=r"parameter 'handle'.*no JSON Schema"):
         function_tool(unknown)
     with pytest.raises(TypeError, match="no name"):
         function_tool(lambda name: name)

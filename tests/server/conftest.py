@@ -79,6 +79,7 @@ class ScriptedHost:
         self.script: Script = echo
         self.pause_s = 0.0
         self.piece_size = 4
+        self.reply_delay_s = 0.0
         self.commands: list[Command] = []
         self.delays: dict[type, float] = {}
         self.failures: dict[type, Exception] = {}
@@ -106,7 +107,9 @@ class ScriptedHost:
             raise SessionError("session_not_found", f"there is no session {command.session}")
         match command:
             case TurnCreate():
-                return Reply(command.id, turn=self._create(conversation, command, channel))
+                turn = self._create(conversation, command, channel)
+                await asyncio.sleep(self.reply_delay_s)
+                return Reply(command.id, turn=turn)
             case SessionFork():
                 fork = self._open(tenant, conversation.record)
                 fork.turns = list(conversation.turns)

@@ -51,7 +51,9 @@ def refusal(server: Any, **options: Any) -> tuple[int, dict[str, Any]]:
         return caught.value.rcvd.code, told
 
 
-def test_a_turn_answers_then_tells(server: Any) -> None:
+@pytest.mark.parametrize("reply_delay_s", [0.0, 0.1])
+def test_a_turn_answers_then_tells(server: Any, reply_delay_s: float) -> None:
+    server.host.reply_delay_s = reply_delay_s
     with socket_to(server) as socket:
         assert socket.subprotocol == JSON
         session = open_session(socket)

@@ -17,7 +17,7 @@ from tokenspeed.client import Client, ConnectionFailed, Session, SessionError, S
 
 INSTRUCTIONS = "You are a helpful assistant. Use the tools when they help."
 FORK_AFTER = 8
-"""The branch leaves after this turn and asks a question of its own; the session then goes on as if it were not there."""
+"""A branch leaves after this turn and asks a question of its own; the session then goes on as if nothing had been."""
 BRANCH = "Thank you!"
 
 TURNS = (
@@ -119,7 +119,7 @@ def take_turns(client: Client, say: Callable[[str], None]) -> list[Row]:
 def _take(session: Session, label: str, text: str, before: Turn | None, say: Callable[[str], None]) -> list[Row]:
     say(f"{label:>4}  {text}")
     turn = session.turn(text)
-    rows = []
+    rows: list[Row] = []
     for step in turn.steps:
         calls = ", ".join(f"{call.name}({call.arguments})" for call in step.tool_calls)
         said = text if not rows else "tool result"
