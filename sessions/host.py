@@ -184,6 +184,7 @@ class SessionHost:
             prompt = await self._prompt(session, items)
         finally:
             session.preparing = False
+        self._find(tenant, command.session)  # it may have been closed meanwhile
         self._check_length(prompt.length)
         return self._start(session, items, prompt, sampling, events)
 
@@ -271,10 +272,8 @@ class SessionHost:
 
     async def _close(self, tenant: str, command: SessionClose) -> None:
         session = self._find(tenant, command.session)
-        if session.running is None:
-            session.check_idle()
-        else:
-            running = session.running
+        running = session.running
+        if running is not None:
             running.cancel("nothing")
             await running.done.wait()
         if self._sessions.pop(session.id, None) is not None:

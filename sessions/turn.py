@@ -57,8 +57,8 @@ class Turn:
     """
 
     id: str
-    parent: Turn | None
-    prompt: Prompt
+    parent: Turn | None = field(repr=False)  # a printed turn is one turn, not its whole past
+    prompt: Prompt = field(repr=False)
     input: list[InputItem]
     output: list[Item]
     output_ids: Ids

@@ -9,6 +9,7 @@ from typing import Any
 from tokenspeed.client.protocol.items import FunctionTool
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _DEPTH = 8  # references and unions followed before a schema counts as saying nothing
 
 
@@ -29,9 +30,11 @@ class ParameterTypes:
 def json_text(value: str, types: frozenset[str]) -> str:
     """A parameter's value as JSON: the text itself where it is JSON of an allowed type, otherwise a string of it.
 
-    Where strings are allowed every value is one, but for `null` where that is allowed too.
+    Where strings are allowed every value is one, but for `null` where that is allowed too. `True`, `False` and `None`
+    count as JSON's words: some templates of the family write past calls so, and the model learns it from them.
     """
     candidate = value.strip()
+    candidate = _WORDS.get(candidate, candidate)
     if "string" in types:
         return candidate if candidate == "null" and "null" in types else quoted(value)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from tokenspeed.client.protocol.commands import Sampling, SessionUsage, TurnCancel
+from tokenspeed.client.protocol.commands import Sampling, SessionClose, SessionUsage, TurnCancel
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import TurnDelta, TurnEnded, TurnItem, TurnStarted
 from tokenspeed.client.protocol.items import (
@@ -322,7 +322,13 @@ def test_one_turn_at_a_time(desk: MakeDesk) -> None:
             await d.begin(session, "c")
         with pytest.raises(SessionError, match="maximum context length is 4096"):
             await long
-        assert (await d.take(session, "c")).status == "completed"
+        long = asyncio.create_task(d.begin(session, "a " * 9_000))
+        await asyncio.sleep(0)
+        other = await d.fork(session)
+        await d.ask(SessionClose("x", session))
+        with pytest.raises(SessionError, match="there is no session"):
+            await long
+        assert (await d.take(other, "c")).status == "completed"
 
     run(test)
 
