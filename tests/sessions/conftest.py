@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tokenspeed.pocket
 from tokenspeed.client.protocol.commands import (
     Command,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenspeed.client.protocol.events import TurnDelta, TurnEvent, TurnItem, TurnProgress
 from tokenspeed.client.protocol.items import MessageItem
 from tokenspeed.sessions.channel import MERGE_FROM, Channel

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tokenspeed.client.protocol.commands import (
     Command,
     Sampling,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenspeed.client.protocol.commands import Sampling, SessionFork, TurnCancel
 from tokenspeed.client.protocol.events import TurnStarted
 from tokenspeed.client.protocol.items import FunctionCallItem, FunctionCallOutputItem, FunctionTool, InputItem

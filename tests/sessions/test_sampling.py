@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenspeed.client.protocol.commands import Sampling
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.config.sampling import SamplingParams

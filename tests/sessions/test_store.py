@@ -3,6 +3,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+
 from tokenspeed.client.protocol.events import Timings, Usage
 from tokenspeed.sessions.store import TurnStore
 from tokenspeed.sessions.turn import Prompt, Turn, lineage, path

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenspeed.sessions.tokenizer import ChatTokenizer, Detokenizer, TokenizerError
 from transformers import PreTrainedTokenizerFast
+
+from tokenspeed.sessions.tokenizer import ChatTokenizer, Detokenizer, TokenizerError
 
 TEXTS = ["", "Hello, world.", "naïve 東京 😀👩‍👩‍👧", "a\n\n\nb\t c", '{"k": ["v", null]}', "\u0000\ufffd\u2028"]
 

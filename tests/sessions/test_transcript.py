@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenspeed.client.protocol.events import Timings, Usage
 from tokenspeed.client.protocol.items import (
     FunctionCallItem,

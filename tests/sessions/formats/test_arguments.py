@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenspeed.client.protocol.items import FunctionTool
 from tokenspeed.sessions.formats.arguments import ParameterTypes, json_text
 

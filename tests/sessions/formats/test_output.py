@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from tokenspeed.client.protocol.items import FunctionCallItem, FunctionTool, Item, MessageItem, ReasoningItem
 from tokenspeed.sessions.formats.arguments import ParameterTypes
 from tokenspeed.sessions.formats.output import Delta, OutputEvent, OutputParser

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.selftest import self_test
 from tokenspeed.sessions.formats.template import ChatTemplate, FormatError

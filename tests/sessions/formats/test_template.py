@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
+
 from tokenspeed.sessions.formats.segments import Contents, Segment
 from tokenspeed.sessions.formats.template import ChatTemplate, FormatError
-from transformers import PreTrainedTokenizerFast
 
 MESSAGES = [{"role": "user", "content": "<a> & 'b' ü"}, {"role": "assistant", "content": "x"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<a> & 'b' ü", "parameters": {"a": [None]}}}]
