@@ -1,4 +1,4 @@
-"""For every test: one thread of arithmetic per process, in engines started by tests too, since many run side by side."""
+"""For every test: one thread of arithmetic a process, in the engines that tests start too, as many run side by side."""
 
 import os
 
