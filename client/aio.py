@@ -157,6 +157,7 @@ class AsyncSession:
         *,
         stream: Literal[False] = False,
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Any, Any, Turn]: ...
@@ -168,6 +169,7 @@ class AsyncSession:
         *,
         stream: Literal[True],
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncTurnStream: ...
@@ -178,6 +180,7 @@ class AsyncSession:
         *,
         stream: bool = False,
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Any, Any, Turn] | AsyncTurnStream:
@@ -186,7 +189,7 @@ class AsyncSession:
 
         As `Session.turn`, but the calls of one answer run at the same time: async functions in the event loop, plain
         ones in threads. Cancelling the awaiting task cancels the turn in the server."""
-        started = AsyncTurnStream(self, input, sampling_of(sampling, options), max_steps)
+        started = AsyncTurnStream(self, input, sampling_of(sampling, options), max_steps, token_ids)
         return started if stream else _whole(started)
 
     async def fork(self, at: Turn | str | None = None) -> AsyncSession:
@@ -209,9 +212,9 @@ class AsyncSession:
             _, reply = await self._link.request(TurnCancel("", running, keep))
             self._head = reply.head
 
-    async def turns(self) -> list[Turn]:
-        """The turns up to the head, oldest first."""
-        _, reply = await self._link.request(SessionTurns("", self._id))
+    async def turns(self, token_ids: bool = False) -> list[Turn]:
+        """The turns up to the head, oldest first; with their exact ids if asked for."""
+        _, reply = await self._link.request(SessionTurns("", self._id, token_ids))
         return [Turn.of(record, self._id) for record in reply.turns or []]
 
     async def usage(self) -> SessionTotals:
@@ -248,10 +251,18 @@ class AsyncTurnStream:
     out of a bare `async for` cancels it too, but only when the interpreter finalises the iterator, a little later.
     """
 
-    def __init__(self, session: AsyncSession, value: TurnInput, sampling: Sampling | None, max_steps: int) -> None:
+    def __init__(
+        self,
+        session: AsyncSession,
+        value: TurnInput,
+        sampling: Sampling | None,
+        max_steps: int,
+        token_ids: bool,
+    ) -> None:
         self._session = session
         self._link = session._link
         self._sampling = sampling
+        self._token_ids = token_ids
         self._loop = ToolLoop(session._tools, max_steps)
         self._input = value
         self._begun = False
@@ -329,8 +340,9 @@ class AsyncTurnStream:
         session = self._session
         held = session._held
         answers = held[1] if held is not None and held[0] == session._head else ()
-        self._core, self._turn = await self._link.create(turn_create(session._id, value, self._sampling, answers))
-        self._turn.parent = session._head
+        command = turn_create(session._id, value, self._sampling, answers, self._token_ids)
+        self._core, self._turn = await self._link.create(command)
+        self._turn.assume_parent(session._head)
         session._running, session._held = self._turn.id, None
 
     def _finish(self) -> Turn:

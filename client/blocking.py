@@ -151,6 +151,7 @@ class Session:
         *,
         stream: Literal[False] = False,
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Turn: ...
@@ -162,6 +163,7 @@ class Session:
         *,
         stream: Literal[True],
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TurnStream: ...
@@ -172,6 +174,7 @@ class Session:
         *,
         stream: bool = False,
         max_steps: int = DEFAULT_MAX_STEPS,
+        token_ids: bool = False,
         sampling: Sampling | Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Turn | TurnStream:
@@ -186,6 +189,7 @@ class Session:
             input: the user's text, or items.
             stream: True returns a `TurnStream` at once.
             max_steps: how many turns may be taken for one input.
+            token_ids: True asks for the exact ids of prompt and output (`Turn.prompt_token_ids`, `.output_token_ids`).
             sampling: options of this input's turns only, over the session's; also as keywords.
 
         Raises:
@@ -193,7 +197,7 @@ class Session:
             StepLimitExceeded: the model still calls tools after `max_steps` turns.
             ConnectionFailed: the connection was lost. The server finishes the turn and keeps it.
         """
-        started = TurnStream(self, input, sampling_of(sampling, options), max_steps)
+        started = TurnStream(self, input, sampling_of(sampling, options), max_steps, token_ids)
         if stream:
             return started
         with started:
@@ -221,9 +225,9 @@ class Session:
             _, reply = self._link.request(TurnCancel("", running, keep))
             self._head = reply.head
 
-    def turns(self) -> list[Turn]:
-        """The turns up to the head, oldest first."""
-        _, reply = self._link.request(SessionTurns("", self._id))
+    def turns(self, token_ids: bool = False) -> list[Turn]:
+        """The turns up to the head, oldest first; with their exact ids if asked for."""
+        _, reply = self._link.request(SessionTurns("", self._id, token_ids))
         return [Turn.of(record, self._id) for record in reply.turns or []]
 
     def usage(self) -> SessionTotals:
@@ -261,10 +265,18 @@ class TurnStream:
     Leaving a `for` loop or a `with` block before the end cancels the turn, and what was generated so far is kept.
     """
 
-    def __init__(self, session: Session, value: TurnInput, sampling: Sampling | None, max_steps: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        value: TurnInput,
+        sampling: Sampling | None,
+        max_steps: int,
+        token_ids: bool,
+    ) -> None:
         self._session = session
         self._link = session._link
         self._sampling = sampling
+        self._token_ids = token_ids
         self._loop = ToolLoop(session._tools, max_steps)
         self._over = False
         self._result: Turn | None = None
@@ -330,8 +342,9 @@ class TurnStream:
         session = self._session
         held = session._held
         answers = held[1] if held is not None and held[0] == session._head else ()
-        self._core, self._turn = self._link.create(turn_create(session._id, value, self._sampling, answers))
-        self._turn.parent = session._head
+        command = turn_create(session._id, value, self._sampling, answers, self._token_ids)
+        self._core, self._turn = self._link.create(command)
+        self._turn.assume_parent(session._head)
         session._running, session._held = self._turn.id, None
 
     def _finish(self) -> Turn:

@@ -29,6 +29,7 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int | None
     stop_token_ids: list[int] | None
     ignore_eos: bool | None
+    forced_token_ids: list[int] | None
 
 
 def sampling_of(sampling: Sampling | Mapping[str, Any] | None, options: SamplingOptions) -> Sampling | None:
@@ -118,6 +119,7 @@ def turn_create(
     value: TurnInput,
     sampling: Sampling | None,
     held: tuple[FunctionCallOutputItem, ...] = (),
+    token_ids: bool = False,
 ) -> TurnCreate:
     """The command of a turn. `held`: answers to calls of the turn before that belong into the same input; those that
     the caller gives too are the caller's."""
@@ -126,7 +128,7 @@ def turn_create(
         given = {item.call_id for item in items if isinstance(item, FunctionCallOutputItem)}
         if given:
             items = [*(output for output in held if output.call_id not in given), *items]
-    return TurnCreate("", session, items, sampling)
+    return TurnCreate("", session, items, sampling, token_ids)
 
 
 def turn_id(turn: Turn | str | None) -> str | None:

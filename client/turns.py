@@ -70,6 +70,7 @@ class Turn:
         usage: tokens (`Usage`).
         timings: seconds (`Timings`).
         input: the items that the turn was given.
+        prompt_token_ids, output_token_ids: the exact ids, if asked for.
     """
 
     id: str
@@ -81,6 +82,8 @@ class Turn:
     usage: Usage
     timings: Timings
     input: list[InputItem] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = field(default=None, repr=False)
+    output_token_ids: list[int] | None = field(default=None, repr=False)
     _earlier: tuple[Turn, ...] = field(default=(), repr=False)
 
     @property
@@ -121,6 +124,8 @@ class Turn:
             record.usage,
             record.timings,
             record.input,
+            record.prompt_token_ids,
+            record.output_token_ids,
         )
 
 
@@ -130,15 +135,12 @@ class TurnAssembly:
     Events must arrive in the order of `seq`, from 0. One that was seen before is dropped, so replayed events do no
     harm; a hole raises. `deltas` holds what the caller has not taken yet. An item whose text did not come in deltas
     whole yields its rest as a delta when it is finished, so a stream misses nothing.
-
-    Attributes:
-        parent: the turn before; the first event says so, but a turn that is cancelled in the queue has no such event.
     """
 
     def __init__(self, turn: str) -> None:
         self.id = turn
         self.deltas: deque[Delta] = deque()
-        self.parent: str | None = None
+        self._parent: str | None = None
         self.ended: TurnEnded | None = None
         self.failure: Exception | None = None
         self._next_seq = 0
@@ -151,6 +153,12 @@ class TurnAssembly:
     def over(self) -> bool:
         """No event will change this turn any more."""
         return self.ended is not None or self.failure is not None
+
+    def assume_parent(self, parent: str | None) -> None:
+        """The turn that this one follows as far as the caller knows. The first event says it for sure; a turn that is
+        cancelled while it is queued has no such event."""
+        if self._started is None:
+            self._parent = parent
 
     def apply(self, event: TurnEvent) -> None:
         """Take the turn's next event.
@@ -172,7 +180,7 @@ class TurnAssembly:
         match event:
             case TurnStarted():
                 self._started = event
-                self.parent = event.parent
+                self._parent = event.parent
             case TurnDelta():
                 self._add(Delta(event.channel, event.text, event.item, self.id, event.name, event.call_id))
             case TurnItem():
@@ -201,12 +209,14 @@ class TurnAssembly:
         return Turn(
             self.id,
             self._session,
-            self.parent,
+            self._parent,
             [self._items[index] if index in self._items else self._partial(index) for index in indices],
             ended.status if ended else "running",
             ended.reason if ended else None,
             ended.usage if ended else self._planned(),
             ended.timings if ended else Timings(),
+            prompt_token_ids=ended.prompt_token_ids if ended else None,
+            output_token_ids=ended.output_token_ids if ended else None,
         )
 
     def _planned(self) -> Usage:

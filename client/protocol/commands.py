@@ -16,6 +16,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=False):
     checkpoint's `generation_config.json`.
 
     `max_tokens` bounds a turn's output; `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    `forced_token_ids`, where the server allows it, are what the output begins with.
     """
 
     temperature: float | None = None
@@ -26,6 +27,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=False):
     max_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    forced_token_ids: list[int] | None = None
 
 
 class SessionOpen(msgspec.Struct, tag_field="type", tag="session.open", omit_defaults=True):
@@ -39,10 +41,13 @@ class SessionOpen(msgspec.Struct, tag_field="type", tag="session.open", omit_def
 
 
 class TurnCreate(msgspec.Struct, tag_field="type", tag="turn.create", omit_defaults=True):
+    """`token_ids` asks for the turn's exact ids in `turn.ended`."""
+
     id: str
     session: str
     input: str | list[InputItem]
     sampling: Sampling | None = None
+    token_ids: bool = False
 
 
 class TurnCancel(msgspec.Struct, tag_field="type", tag="turn.cancel", omit_defaults=True):
@@ -76,8 +81,11 @@ class SessionList(msgspec.Struct, tag_field="type", tag="session.list", omit_def
 
 
 class SessionTurns(msgspec.Struct, tag_field="type", tag="session.turns", omit_defaults=True):
+    """`token_ids` asks for the exact ids of each turn."""
+
     id: str
     session: str
+    token_ids: bool = False
 
 
 class SessionUsage(msgspec.Struct, tag_field="type", tag="session.usage", omit_defaults=True):

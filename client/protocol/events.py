@@ -65,6 +65,8 @@ class TurnRecord(msgspec.Struct, omit_defaults=True):
     output: list[Item]
     usage: Usage
     timings: Timings
+    prompt_token_ids: list[int] | None = None
+    output_token_ids: list[int] | None = None
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
@@ -181,6 +183,8 @@ class TurnEnded(msgspec.Struct, tag_field="type", tag="turn.ended", omit_default
     timings: Timings
     head: str | None
     error: ErrorEvent | None = None
+    prompt_token_ids: list[int] | None = None
+    output_token_ids: list[int] | None = None
 
 
 TurnEvent = TurnStarted | TurnProgress | TurnDelta | TurnItem | TurnEnded

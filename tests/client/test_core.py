@@ -168,6 +168,15 @@ def test_a_cancelled_turn_keeps_the_unfinished_item() -> None:
     assert (call.name, call.arguments, call.status, turn.parent) == ("add", '{"a":', "incomplete", "p")
 
 
+def test_the_parent_is_the_servers_word_if_there_is_one() -> None:
+    core = Core(URL)
+    core.receive(encode(TurnStarted("s", "t", 0, "told", 1, Reused(), 1)))
+    core.turn("t").assume_parent("assumed")
+    core.turn("queued").assume_parent("assumed")
+    core.receive(encode(TurnEnded("s", "queued", 0, "cancelled", "cancelled", Usage(), Timings(), None)))
+    assert [core.turn(turn).result().parent for turn in ("t", "queued")] == ["told", "assumed"]
+
+
 def test_each_command_gets_its_own_answer() -> None:
     core = Core(URL)
     first, second = SessionGet("", "s1"), SessionGet("", "s2")

@@ -143,6 +143,8 @@ def test_leaving_a_stream_cancels_the_turn(server: Any, leave: str) -> None:
             task = asyncio.create_task(session.turn("a" * 4000))
             await asyncio.sleep(0.1)
             task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()  # while it tells the server
             with pytest.raises(asyncio.CancelledError):
                 await task
         elif leave == "with":
