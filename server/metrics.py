@@ -50,6 +50,9 @@ class Metrics:
                 "pages_free": "KV pages that hold nothing.",
                 "rows_total": "State rows.",
                 "rows_free": "State rows that hold nothing.",
+                "model_tokens": "Token rows that the model embedded since the engine's start.",
+                "prefilled_tokens": "Of these, tokens of prompts.",
+                "decoded_tokens": "Of these, sampled tokens, those discarded with steps in flight included.",
             }.items()
         }
 
@@ -86,6 +89,9 @@ class Metrics:
         """Take over the engine's gauges."""
         self._engine["running_turns"].set(stats.running)
         self._engine["queued_turns"].set(stats.queued)
+        self._engine["model_tokens"].set(stats.embedded)
+        self._engine["prefilled_tokens"].set(stats.computed)
+        self._engine["decoded_tokens"].set(stats.decoded)
         for name in ("pages_total", "pages_free", "rows_total", "rows_free"):
             self._engine[name].set(getattr(stats, name))
 

@@ -125,7 +125,8 @@ class SessionHost:
             case SessionTurns():
                 session = self._find(tenant, command.session)
                 running = [session.running.record()] if session.running else []
-                return Reply(command.id, turns=[turn.record() for turn in path(session.head)] + running)
+                turns = [turn.record(command.token_ids) for turn in path(session.head)]
+                return Reply(command.id, turns=turns + running)
             case SessionUsage():
                 return Reply(command.id, totals=self._find(tenant, command.session).totals.report())
             case SessionClose():
@@ -186,7 +187,7 @@ class SessionHost:
             session.preparing = False
         self._find(tenant, command.session)  # it may have been closed meanwhile
         self._check_length(prompt.length)
-        return self._start(session, items, prompt, sampling, events)
+        return self._start(session, items, prompt, sampling, events, command.token_ids)
 
     async def _prompt(self, session: Session, items: list[InputItem]) -> Prompt:
         defaults = session.defaults
@@ -196,7 +197,13 @@ class SessionHost:
         return await asyncio.to_thread(self._transcript.prompt, *given)
 
     def _start(
-        self, session: Session, items: list[InputItem], prompt: Prompt, sampling: SamplingParams, channel: Channel
+        self,
+        session: Session,
+        items: list[InputItem],
+        prompt: Prompt,
+        sampling: SamplingParams,
+        channel: Channel,
+        token_ids: bool,
     ) -> str:
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -217,18 +224,19 @@ class SessionHost:
             self._latest.pop(session.latest, None)
         session.running, session.latest = running, running.id
         self._latest[running.id] = session
-        task = asyncio.create_task(self._run(session, running, channel))
+        task = asyncio.create_task(self._run(session, running, channel, token_ids))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return running.id
 
-    async def _run(self, session: Session, running: RunningTurn, channel: Channel) -> None:
+    async def _run(self, session: Session, running: RunningTurn, channel: Channel, token_ids: bool) -> None:
         outcome = await running.run()
         session.running = None
         session.totals.add(outcome.usage)
         if outcome.turn is not None:
             self._turns.add(session.tenant, outcome.turn)
             self._move(session, outcome.turn)
+        kept = outcome.turn if token_ids else None
         channel.put(
             TurnEnded(
                 session=session.id,
@@ -240,6 +248,8 @@ class SessionHost:
                 timings=outcome.timings,
                 head=_id_of(session.head),
                 error=outcome.error,
+                prompt_token_ids=kept.prompt.ids().tolist() if kept else None,
+                output_token_ids=kept.output_ids.tolist() if kept else None,
             )
         )
         running.done.set()

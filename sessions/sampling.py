@@ -12,6 +12,8 @@ from tokenspeed.client.protocol.commands import Sampling
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.config.sampling import SamplingParams
 
+_ID_LISTS = ("stop_token_ids", "forced_token_ids")
+
 
 def checkpoint_sampling(directory: Path) -> Sampling:
     """The defaults in a model directory's `generation_config.json`; `do_sample: false` is greedy.
@@ -52,16 +54,18 @@ def resolve(layers: list[Sampling | None], vocab_size: int) -> SamplingParams:
         params.check()
     except ValueError as error:
         raise SessionError("bad_request", str(error)) from error
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"stop_token_ids has {token_id}; ids are between 0 and {vocab_size - 1}"
-            raise SessionError("bad_request", message)
+    for name in _ID_LISTS:
+        for token_id in getattr(params, name):
+            if not 0 <= token_id < vocab_size:
+                message = f"{name} has {token_id}; ids are between 0 and {vocab_size - 1}"
+                raise SessionError("bad_request", message)
     return params
 
 
 def _params(sampling: Sampling) -> SamplingParams:
     given = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
     chosen = {name: value for name, value in given.items() if value is not None}
-    if "stop_token_ids" in chosen:
-        chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
+    for name in _ID_LISTS:
+        if name in chosen:
+            chosen[name] = tuple(chosen[name])
     return SamplingParams(**chosen)

@@ -94,7 +94,7 @@ class Turn:
     def calls(self) -> list[FunctionCallItem]:
         return [item for item in self.output if isinstance(item, FunctionCallItem)]
 
-    def record(self) -> TurnRecord:
+    def record(self, token_ids: bool = False) -> TurnRecord:
         return TurnRecord(
             id=self.id,
             parent=self.parent.id if self.parent else None,
@@ -104,6 +104,8 @@ class Turn:
             output=self.output,
             usage=self.usage,
             timings=self.timings,
+            prompt_token_ids=self.prompt.ids().tolist() if token_ids else None,
+            output_token_ids=self.output_ids.tolist() if token_ids else None,
         )
 
 

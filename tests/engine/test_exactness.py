@@ -292,3 +292,18 @@ def test_a_damaged_state_or_page_moves_the_logits(lab: MakeLab, damage: str) -> 
         assert moved > 1e-5, (damage, target, float(moved))
     torch.testing.assert_close(engine.logits_after(first.turn, [5]), truth, rtol=1e-9, atol=1e-9)
     cache.check()
+
+
+def test_forced_ids_are_what_the_output_begins_with(lab: MakeLab, assert_exact: Callable[..., None]) -> None:
+    forced = (7, 8, 9, 7)
+    for depth in (0, 2):
+        engine = lab(depth=depth, forced_tokens=True)
+        turn = engine.run(PROMPT, params=answer(6, forced_token_ids=forced))
+        free = engine.run([*PROMPT, *forced], params=answer(2))
+        assert turn.output == [*forced, *free.output]
+        assert_exact(engine, turn.turn)
+        stopped = engine.run(PROMPT, params=answer(6, forced_token_ids=forced, stop_token_ids=(9,)))
+        assert (stopped.output, stopped.reason) == ([7, 8, 9], "stop")
+        assert engine.run(PROMPT, params=answer(2)).output == lab().run(PROMPT, params=answer(2)).output
+    assert "0 … 95" in engine.refusal([1], params=answer(2, forced_token_ids=(96,))).message
+    assert "not allowed" in lab().refusal([1], params=answer(2, forced_token_ids=(5,))).message

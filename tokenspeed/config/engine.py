@@ -27,6 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_context: bound on prompt + output; None is the model's own. It is lowered to what the pages hold.
         max_queue: turns waiting; one more is refused with `queue_full`.
         prefix_cache: reuse what is cached of a prompt; without it every turn computes its whole prompt.
+        forced_tokens: allow turns that say which ids their output begins with (`SamplingParams.forced_token_ids`).
         seed: of dummy weights.
         threads: CPU threads of torch; 0 leaves torch's choice.
     """
@@ -45,5 +46,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_context: int | None = None
     max_queue: int = 256
     prefix_cache: bool = True
+    forced_tokens: bool = False
     seed: int = 0
     threads: int = 0

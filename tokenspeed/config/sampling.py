@@ -18,6 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: ids that end the turn (kept as its last token), beside the checkpoint's end-of-turn ids.
         ignore_eos: do not end at the checkpoint's end-of-turn ids.
         logprobs: report the log-probability of each sampled token under the unmodified distribution.
+        forced_token_ids: ids that the output begins with, whatever the model says; they go through it like sampled
+            ones. Only for engines that are configured to allow it.
 
     Raises:
         ValueError: by `check`, naming the field, the value and what is allowed.
@@ -32,6 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    forced_token_ids: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Raise ValueError on a value out of range (NaN included)."""

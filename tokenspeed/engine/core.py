@@ -14,6 +14,7 @@ from tokenspeed.cache.pools import PagePool, StateRows
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.engine.memory import divide, torch_dtype
 from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate
+from tokenspeed.execution.channel import StepChannel
 from tokenspeed.execution.executor import Executor, Step
 from tokenspeed.kernels.registry import select
 from tokenspeed.models.loading import load_model
@@ -66,10 +67,14 @@ class EngineCore:
             vocab_size=shape.vocabulary,
             eos_token_ids=shape.eos_ids,
             prefix_cache=config.prefix_cache,
+            forced_tokens=config.forced_tokens,
         )
         self.scheduler = Scheduler(self.limits)
         pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)
-        self.executor = Executor(model, ops, pages, rows, config.max_sequences, depth + 1, sizes.max_context)
+        channel = StepChannel.empty(
+            config.max_sequences, depth + 1, config.page_size, sizes.max_context, device, config.forced_tokens
+        )
+        self.executor = Executor(model, ops, pages, rows, channel)
         self.info = EngineInfo(
             model=path.name,
             vocab_size=shape.vocabulary,

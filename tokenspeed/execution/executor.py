@@ -50,17 +50,17 @@ class Executor:
     `launch` puts a step on the device's one stream and returns without waiting for it.
     """
 
-    def __init__(
-        self, model: Qwen35, ops: Operators, pages: PagePool, rows: StateRows, places: int, ring: int, max_context: int
-    ) -> None:
+    def __init__(self, model: Qwen35, ops: Operators, pages: PagePool, rows: StateRows, channel: StepChannel) -> None:
         self.model = model
         self.ops = ops
         self.pages = pages
         self.rows = rows
         self._size = pages.geometry.page_size
         self._device = model.device
-        self._channel = StepChannel.empty(places, ring, -(-max_context // self._size), model.device)
-        self._lengths = [0] * places  # upper bounds of the channel's lengths, to size launches without asking it
+        self._channel = channel
+        self._lengths = [0] * len(
+            channel.length
+        )  # upper bounds of the channel's lengths, to size launches without asking it
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
@@ -165,6 +165,7 @@ class Executor:
             channel.seed[places],
             lengths,
         )
+        tokens = channel.forced_or(places, lengths, tokens)
         channel.advance(places, tokens, lengths, at, live)
         return Draw(runs, tokens, logprobs, live, decoded)
 

@@ -34,7 +34,7 @@ class Admit(msgspec.Struct, array_like=True):
     """A place of the step channel starts over with a new run.
 
     `ring`: the rows that its states go through, one step after the other. `limit`: the length (prompt and output) at
-    which it is finished.
+    which it is finished. `forced`: little-endian int32 ids of the positions from `forced_from` on.
     """
 
     place: int
@@ -47,6 +47,8 @@ class Admit(msgspec.Struct, array_like=True):
     top_p: float
     min_p: float
     seed: int
+    forced_from: int
+    forced: bytes
 
 
 class Prefill(msgspec.Struct, array_like=True):

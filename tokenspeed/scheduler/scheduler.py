@@ -36,7 +36,7 @@ PROGRESS_EVERY_S = 1.0
 @dataclass(frozen=True)
 class Limits:
     """What the scheduler works within. `depth`: steps whose results are not read yet when a step is planned.
-    `prefix_cache`: whether prompts reuse what is cached."""
+    `prefix_cache`: whether prompts reuse what is cached. `forced_tokens`: whether turns may force their output."""
 
     page_size: int
     pages: int
@@ -49,6 +49,7 @@ class Limits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     prefix_cache: bool = True
+    forced_tokens: bool = False
 
     def check(self) -> None:
         """Raise ValueError where one turn alone would not fit."""
@@ -207,6 +208,11 @@ class Scheduler:
             command.sampling.check()
         except ValueError as error:
             return bad(str(error))
+        forced = command.sampling.forced_token_ids
+        if forced and not self.limits.forced_tokens:
+            return bad("forced_token_ids are not allowed by this engine's configuration")
+        if not all(0 <= token < self.limits.vocab_size for token in forced):
+            return bad(f"forced_token_ids must be in 0 … {self.limits.vocab_size - 1}")
         if len(self.queue) >= self.limits.max_queue:
             return Rejected(command.turn, "queue_full", f"{len(self.queue)} turns are waiting; no more are taken")
         return None
@@ -328,6 +334,8 @@ class Scheduler:
                 params.top_p,
                 params.min_p,
                 turn.seed,
+                len(turn.ids),
+                np.asarray(params.forced_token_ids, "<i4").tobytes(),
             )
         )
         table = self.cache.page_table(tail)
