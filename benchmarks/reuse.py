@@ -2,10 +2,11 @@
 
     python benchmarks/reuse.py --output benchmarks/results/reuse.json
 
-Two servers run the same model on this machine's CPU. On one, each turn of a session sends its new message. To the other,
-whose prefix cache is off, each turn is a new session that is given the whole conversation. The turns alternate, so that
-both see the same machine. Everything is greedy, and the gate is that both give the same answers, that a session's turn
-computes at most its new tokens + 1, and that the other computes its whole prompt; if it fails, nothing is reported.
+Two servers run the same model on this machine's CPU. On one, each turn of a session sends its new message. To the
+other, whose prefix cache is off, each turn is a new session that is given the whole conversation. The turns alternate,
+so that both see the same machine. Everything is greedy, and the gate is that both give the same answers, that a
+session's turn computes at most its new tokens + 1, and that the other computes its whole prompt; if it fails, nothing
+is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def notes(rng: random.Random, count: int) -> str:
 
 
 def questions(rng: random.Random) -> list[str]:
-    return [f"My lucky number of day {day} is {rng.randrange(100, 1000)}. Please remember it." for day in range(1, TURNS)]
+    return [
+        f"My lucky number of day {day} is {rng.randrange(100, 1000)}. Please remember it." for day in range(1, TURNS)
+    ]
 
 
 def fill(client: Client, tokens: int) -> str:
