@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tokenspeed.cli.demo import TURNS, Row, checks
-from tokenspeed.client import FunctionCallItem, Reused, Timings, Turn, Usage
+from tokenspeed.cli.demo import TOOLS, TURNS, Row, checks
+from tokenspeed.client import FunctionCallItem, MessageItem, Reused, Timings, Turn, Usage
 
 
 def test_the_demo(command_line: list[str], tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_the_demo(command_line: list[str], tmp_path: Path) -> None:
     out = ended.stdout
     assert "ok: every turn computed at most its new tokens + 1" in out
     assert "FAILED" not in out
-    for number, text in enumerate(TURNS, 1):
+    for number, (text, _) in enumerate(TURNS, 1):
         assert f"{number:>4}  {text}" in out
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert len(rows) >= 13
@@ -25,21 +25,40 @@ def test_the_demo(command_line: list[str], tmp_path: Path) -> None:
         assert int(computed) <= int(new) + 1, label
 
 
-def row(label: str, prompt: int, computed: int, new: int, parent: str | None, called: str | None = "add") -> Row:
-    items = [FunctionCallItem("c", called, "{}")] if called else []
+def row(
+    label: str,
+    prompt: int,
+    computed: int,
+    new: int,
+    parent: str | None,
+    wanted: str = "",
+    said: str = "",
+    called: str = "",
+) -> Row:
+    items = [FunctionCallItem("c", called, "{}")] if called else [MessageItem("assistant", said)]
     usage = Usage(prompt, Reused(device=prompt - computed), computed)
     turn = Turn("t", "s", parent, items, "completed", "stop", usage, Timings())
-    return Row(label, "said", "answered", turn, new)
+    return Row(label, wanted, turn, new)
 
 
-def passed(*rows: Row) -> list[bool]:
-    return [result for _, result in checks(rows)]
+def passed(*changed: Row) -> list[bool]:
+    """The checks' results on rows that are right but for those that are given."""
+    rows = {
+        "1": row("1", 10, 10, 10, None),
+        "fork": row("fork", 20, 6, 5, "p"),
+        "9": row("9", 20, 6, 5, "p"),
+        **{tool.__name__: row(tool.__name__, 20, 6, 5, "p", called=tool.__name__) for tool in TOOLS},
+        **{str(number): row(str(number), 20, 6, 5, "p", "x", "x") for number in (10, 11, 12)},
+    }
+    rows.update({changed_row.label: changed_row for changed_row in changed})
+    return [result for _, result in checks(list(rows.values()))]
 
 
 def test_its_checks_fail_where_a_promise_is_broken() -> None:
-    first, fork, ninth = row("1", 10, 10, 10, None), row("fork", 20, 6, 5, "p"), row("9", 20, 6, 5, "p")
-    assert passed(first, fork, ninth) == [True, True, True, True]
-    assert passed(first, row("fork", 20, 7, 5, "p"), ninth)[0] is False
-    assert passed(first, row("fork", 20, 6, 5, "other"), ninth)[1] is False
-    quiet = [row(label, 20, 6, 5, "p", called=None) for label in ("1", "fork", "9")]
-    assert passed(*quiet)[2] is False
+    assert passed() == [True] * 5
+    assert passed(row("fork", 20, 7, 5, "p")) == [False, True, True, True, True]
+    assert passed(row("fork", 20, 6, 5, "other")) == [True, False, True, True, True]
+    assert passed(row("add", 20, 6, 5, "p", said="no tool")) == [True, True, False, True, True]
+    wrong = [row(label, 20, 6, 5, "p", "x", "y") for label in ("10", "11")]
+    assert passed(wrong[0]) == [True] * 5
+    assert passed(*wrong) == [True, True, True, False, True]

@@ -21,19 +21,23 @@ FORK_AFTER = 8
 BRANCH = "Thank you!"
 
 TURNS = (
-    "Hello!",
-    "My name is Ines.",
-    "The door code is 7319.",
-    "What is 1234 plus 5678?",
-    "What is the weather in Oslo?",
-    "What is the door code?",
-    "What is 88 plus 99?",
-    "What is the weather in Lima?",
-    "What is my name?",
-    "What is 7000 plus 21?",
-    "What is the weather in Quito?",
-    "Thank you!",
+    ("Hello!", ""),
+    ("My name is Ines.", ""),
+    ("The door code is 7319.", ""),
+    ("What is 1234 plus 5678?", "6912"),
+    ("What is the weather in Oslo?", "cloudy"),
+    ("What is the door code?", "7319"),
+    ("Where is my order KX-4821?", "shipped"),
+    ("What is the weather in Lima?", "sunny"),
+    ("What is my name?", "Ines"),
+    ("What is 700 plus 21?", "721"),
+    ("What is the status of order B-77?", "packed"),
+    ("Thank you!", ""),
 )
+"""What the user says, and a word that a right answer has: of a tool's result, or of something told before."""
+
+WEATHER = {"Oslo": (4, "cloudy"), "Lima": (19, "sunny")}
+ORDERS = {"KX-4821": ("shipped", "Friday"), "B-77": ("packed", "Monday")}
 
 
 def add(a: int, b: int) -> int:
@@ -46,25 +50,41 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def get_weather(city: str) -> dict[str, str]:
-    """Get the current weather of a city.
+def get_weather(city: str) -> dict[str, int | str]:
+    """Get the weather for a city.
 
     Args:
-        city: Name of the city.
+        city: The city.
     """
-    return {"temperature": str(10 + len(city)), "sky": "clear"}
+    temperature, sky = WEATHER[city]
+    return {"temperature": temperature, "sky": sky}
 
 
-TOOLS: tuple[Callable[..., Any], ...] = (add, get_weather)
+def lookup_order(order_id: str) -> dict[str, str]:
+    """Look up an order by its id.
+
+    Args:
+        order_id: The order.
+    """
+    status, eta = ORDERS[order_id]
+    return {"status": status, "eta": eta}
+
+
+TOOLS: tuple[Callable[..., Any], ...] = (add, get_weather, lookup_order)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One turn of the model. `new`: tokens of the prompt that are not in the parent's prompt and output."""
+    """One turn of the model.
+
+    Attributes:
+        label: the user's turn, and which of the model's turns for it.
+        wanted: a word that the answer should have; empty where any will do, and where the model calls a tool first.
+        new: tokens of the prompt that are not in the parent's prompt and output.
+    """
 
     label: str
-    said: str
-    answered: str
+    wanted: str
     turn: Turn
     new: int
 
@@ -106,28 +126,28 @@ def take_turns(client: Client, say: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     with client.session(instructions=INSTRUCTIONS, tools=TOOLS, temperature=0, max_tokens=160) as session:
         before: Turn | None = None
-        for number, text in enumerate(TURNS, 1):
-            taken = _take(session, str(number), text, before, say)
+        for number, (text, wanted) in enumerate(TURNS, 1):
+            taken = _take(session, str(number), text, wanted, before, say)
             rows += taken
             before = taken[-1].turn
             if number == FORK_AFTER:
                 with session.fork() as branch:
-                    rows += _take(branch, "fork", BRANCH, before, say)
+                    rows += _take(branch, "fork", BRANCH, "", before, say)
     return rows
 
 
-def _take(session: Session, label: str, text: str, before: Turn | None, say: Callable[[str], None]) -> list[Row]:
+def _take(
+    session: Session, label: str, text: str, wanted: str, before: Turn | None, say: Callable[[str], None]
+) -> list[Row]:
     say(f"{label:>4}  {text}")
     turn = session.turn(text)
     rows: list[Row] = []
     for step in turn.steps:
         calls = ", ".join(f"{call.name}({call.arguments})" for call in step.tool_calls)
-        said = text if not rows else "tool result"
-        answered = printable(f"calls {calls}" if calls else step.text.strip())
-        say(f"      {answered}")
+        say(f"      {printable(f'calls {calls}' if calls else step.text.strip())}")
         known = 0 if before is None else before.usage.prompt + before.usage.output
         number = label if len(turn.steps) == 1 else f"{label}.{len(rows) + 1}"
-        rows.append(Row(number, said, answered, step, step.usage.prompt - known))
+        rows.append(Row(number, wanted if step is turn.steps[-1] else "", step, step.usage.prompt - known))
         before = step
     return rows
 
@@ -148,7 +168,9 @@ def checks(rows: Sequence[Row]) -> list[tuple[str, bool]]:
     """What the demo shows, and whether it did."""
     prompt = sum(row.turn.usage.prompt for row in rows)
     reused = sum(row.turn.usage.reused.total for row in rows)
-    called = [call.name for row in rows for call in row.turn.tool_calls]
+    called = {call.name for row in rows for call in row.turn.tool_calls}
+    asked = [row for row in rows if row.wanted]
+    right = sum(row.wanted in row.turn.text for row in asked)
     branch, after = (
         next(row for row in rows if row.label.startswith(label)) for label in ("fork", str(FORK_AFTER + 1))
     )
@@ -162,6 +184,7 @@ def checks(rows: Sequence[Row]) -> list[tuple[str, bool]]:
             f"the fork and the session went on from the same turn {branch.turn.parent}",
             branch.turn.parent == after.turn.parent,
         ),
-        (f"the model called tools: {', '.join(called) or 'none'}", bool(called)),
+        (f"the model called {len(called)} of {len(TOOLS)} tools", len(called) == len(TOOLS)),
+        (f"{right} of {len(asked)} answers have what was told or returned", right >= len(asked) - 1),
         ("every turn was completed", all(row.turn.status == "completed" for row in rows)),
     ]
