@@ -33,7 +33,9 @@ class Operators:
     swiglu = staticmethod(moe.swiglu)
     moe_experts = staticmethod(moe.moe_experts)
     add_shared_expert = staticmethod(moe.add_shared_expert)
+    adjust_logits = staticmethod(sampling.adjust_logits)
     sample = staticmethod(sampling.sample)
+    token_logprobs = staticmethod(sampling.token_logprobs)
 
     def __init__(self, chosen: dict[str, Implementation]) -> None:
         self.chosen = {name: implementation.name for name, implementation in chosen.items()}

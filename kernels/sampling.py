@@ -34,7 +34,7 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The next token of each row: argmax of logits / temperature + noise over the tokens that are kept.
 
     Kept, with the probabilities p = softmax(logits / temperature): the `top_k` most likely tokens; of these, with p
@@ -49,8 +49,7 @@ def sample(
         min_p: [n] float; 0 is off.
         seeds, positions: [n] int64, of `gumbel_noise`; the position is the one that the new token will have.
     Returns:
-        tokens [n] int64, -1 where the row has a NaN or its largest logit is not finite; and their log-probabilities
-        under softmax(logits), [n] in promote(float32, logits' type), NaN where the token is -1.
+        tokens [n] int64, -1 where the row has a NaN or its largest logit is not finite.
     """
     logits = logits.to(compute_dtype(logits.dtype))
     peak = logits.amax(-1, keepdim=True)
@@ -64,10 +63,53 @@ def sample(
         noisy = (scaled + noise).masked_fill(~_kept(scaled, top_k, top_p, min_p), -torch.inf)
         scores = torch.where(greedy[:, None], logits, noisy)
     tokens = scores.argmax(-1)
-    chosen = logits.gather(-1, tokens[:, None])
-    logprobs = (chosen - logits.logsumexp(-1, keepdim=True))[:, 0]
-    valid = peak[:, 0].isfinite()
-    return tokens.where(valid, -1), logprobs.where(valid, torch.nan)
+    return tokens.where(peak[:, 0].isfinite(), -1)
+
+
+def adjust_logits(
+    logits: Tensor,
+    in_prompt: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """Logits with penalties for what was seen, then a bias.
+
+    The logit of an id in prompt or output is divided by `repetition` if positive, multiplied by it if not (Keskar et
+    al., 2019, CTRL); then `presence` is subtracted where the id is in the output, and `frequency` times its count
+    there; then `bias` is added.
+
+    Args:
+        logits: [n, vocabulary].
+        in_prompt: [n, vocabulary] bool. counts: [n, vocabulary] int, occurrences in the output.
+        repetition, presence, frequency: [n] float; 1, 0 and 0 are off.
+        bias: [n, vocabulary] float.
+    Returns:
+        [n, vocabulary] in promote(float32, logits' type).
+    """
+    logits = logits.to(compute_dtype(logits.dtype))
+    rate = repetition.to(logits.dtype)[:, None]
+    repeated = torch.where(logits > 0, logits / rate, logits * rate)
+    logits = torch.where(in_prompt | (counts > 0), repeated, logits)
+    logits = logits - presence.to(logits.dtype)[:, None] * (counts > 0)
+    return logits - frequency.to(logits.dtype)[:, None] * counts + bias.to(logits.dtype)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities under softmax(logits).
+
+    Args:
+        logits: [n, vocabulary]. tokens: [n] int64; -1 gives NaN. top: how many of the most likely to name.
+    Returns:
+        those of `tokens` [n], the `top` most likely ids [n, top] in falling order (equal ones by id), and theirs
+        [n, top]; in promote(float32, logits' type).
+    """
+    scores = logits.to(compute_dtype(logits.dtype)).log_softmax(-1)
+    chosen = scores.gather(-1, tokens.clamp(min=0)[:, None])[:, 0].where(tokens >= 0, torch.nan)
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    return chosen, order[:, :top], ranked[:, :top]
 
 
 def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -56,13 +56,14 @@ class Lab:
         self.events: list[EngineEvent] = []
         self.logits: Tensor | None = None
         self._turns = 0
-        sample = self.core.executor.ops.sample
+        ops = self.core.executor._channel.choices._ops
+        sample = ops.sample
 
         def spy(logits: Tensor, *rest: Any) -> Any:
             self.logits = logits
             return sample(logits, *rest)
 
-        self.core.executor.ops.sample = spy  # type: ignore[method-assign]
+        ops.sample = spy  # type: ignore[method-assign]
 
     def submit(
         self,
@@ -72,13 +73,14 @@ class Lab:
         params: SamplingParams = GREEDY,
         marks: tuple[int, ...] = (),
         tenant: str = "t",
+        sample: bool = True,
     ) -> str:
         self._turns += 1
         turn = f"turn{self._turns}"
         base = self.known[parent] if parent is not None else []
         self.known[turn] = (base if keep is None else base[:keep]) + tokens
         ids = np.asarray(tokens, "<i4").tobytes()
-        self.core.submit(Generate(turn, tenant, ids, params, parent, keep, marks))
+        self.core.submit(Generate(turn, tenant, ids, params, parent, keep, marks, sample))
         return turn
 
     def tick(self) -> list[EngineEvent]:
@@ -146,7 +148,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(tiny: Path) -> Callable[..., Lab]:
     torch.set_num_threads(1)
-    return lambda **options: Lab(tiny, **options)
+    return lambda model=tiny, **options: Lab(model, **options)
 
 
 @pytest.fixture

@@ -65,6 +65,8 @@ def test_errors_name_the_numbers(engine: Engine, tmp_path: Path, tiny: Path) -> 
         Engine(tmp_path)
     with pytest.raises(ValueError, match="cache is too small"):
         Engine(tiny, cache_bytes=1000)
+    with pytest.raises(ValueError, match="the device 'warp' cannot be used"):
+        Engine(tiny, device="warp")
     with pytest.raises(ValueError, match="max_context is 9999"):
         Engine(tiny, max_context=9999)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -88,17 +89,53 @@ def test_cancel_and_release_reach_it(tiny: Path) -> None:
     with_engine(tiny, use)
 
 
-def test_turns_fail_when_the_process_dies(tiny: Path) -> None:
+def test_turns_fail_when_the_process_dies_and_it_comes_back(tiny: Path) -> None:
     async def use(engine: ProcessEngine) -> None:
-        events = engine.generate(turn("a", PROMPT, 3000))
-        await anext(events)
+        first, _ = await collect(engine.generate(turn("a", PROMPT, 5)))
+        for life in range(2):
+            before = engine.pid
+            events = engine.generate(turn(f"b{life}", PROMPT, 3000))
+            await anext(events)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineGone):
+                await collect(events)
+            with pytest.raises(EngineGone):
+                await collect(engine.generate(turn(f"c{life}", PROMPT, 3)))
+            with pytest.raises(EngineGone):
+                await engine.stats()
+            assert engine.alive
+            while engine.restarts == life:
+                await asyncio.sleep(0.05)
+            assert engine.pid != before
+            _, last = await collect(engine.generate(turn(f"d{life}", [5], 1, parent="a")))
+            assert isinstance(last, Rejected)
+            assert last.code == "unknown_lineage"
+            again, _ = await collect(engine.generate(turn(f"e{life}", PROMPT, 5)))
+            assert again == first
+
+    with_engine(tiny, use)
+
+
+def test_an_engine_that_cannot_come_back_stays_down(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+
+    async def use(engine: ProcessEngine) -> None:
+        (model / "config.json").unlink()
         os.kill(engine.pid, signal.SIGKILL)
+        while engine.alive:
+            await asyncio.sleep(0.05)
         with pytest.raises(EngineGone):
-            await collect(events)
-        with pytest.raises(EngineGone):
-            await collect(engine.generate(turn("b", PROMPT, 3)))
-        with pytest.raises(EngineGone):
-            await engine.stats()
+            await collect(engine.generate(turn("a", PROMPT, 3)))
+
+    with_engine(model, use)
+
+
+def test_residency_is_the_length_whose_state_is_kept(tiny: Path) -> None:
+    async def use(engine: ProcessEngine) -> None:
+        await collect(engine.generate(turn("a", PROMPT, 5)))
+        await collect(engine.generate(turn("b", [5, 6], 4, parent="a")))
+        assert await engine.residency(["a", "b", "nothing"]) == [len(PROMPT) + 4, len(PROMPT) + 5 + 2 + 3, 0]
 
     with_engine(tiny, use)
 

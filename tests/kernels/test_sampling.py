@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed.kernels.sampling import gumbel_noise, sample
+from tokenspeed.kernels.sampling import adjust_logits, gumbel_noise, sample, token_logprobs
 
 MASK = 0xFFFFFFFF
 
 
 def draw(logits: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """`sample` with defaults; an option is one number for all rows or a list."""
+    """`sample` with defaults, and the tokens' log-probabilities; an option is one number for all rows or a list."""
     rows = logits.shape[0]
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "positions": 0}
     given = {}
@@ -20,7 +20,8 @@ def draw(logits: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         value = options.get(name, default)
         dtype = torch.float32 if isinstance(default, float) else torch.int64
         given[name] = torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
-    return sample(logits, **given)
+    tokens = sample(logits, **given)
+    return tokens, token_logprobs(logits, tokens, 0)[0]
 
 
 def noise_by_integers(seed: int, position: int, token: int) -> float:
@@ -173,3 +174,47 @@ def test_a_row_that_is_not_finite_yields_minus_one(temperature: float) -> None:
 def test_bfloat16_logits_are_sampled_in_float32() -> None:
     _, logprobs = draw(torch.randn(2, 6).bfloat16())
     assert logprobs.dtype == torch.float32
+
+
+def test_the_most_likely_are_named_in_order() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 2.0], [0.0, float("nan"), 1.0, 2.0, 3.0]], dtype=torch.float64)
+    chosen, ids, logprobs = token_logprobs(logits, torch.tensor([3, -1]), 3)
+    expected = [math.log(math.exp(value) / sum(map(math.exp, [1, 3, 3, -2, 2]))) for value in (3, 3, 2, -2)]
+    assert ids[0].tolist() == [1, 2, 4]
+    assert logprobs[0].tolist() == pytest.approx(expected[:3])
+    assert chosen[0].item() == pytest.approx(expected[3])
+    assert chosen[1].isnan()
+    assert token_logprobs(logits, torch.tensor([3, -1]), 0)[1].shape == (2, 0)
+
+
+def test_penalties_and_bias_are_the_stated_functions() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 6, dtype=torch.float64)
+    in_prompt = torch.rand(3, 6) < 0.4
+    counts = torch.randint(0, 3, (3, 6), dtype=torch.int32)
+    repetition, presence, frequency = [1.0, 1.7, 0.5], [0.0, 0.3, -0.4], [0.0, 0.2, 1.1]
+    bias = torch.randn(3, 6)
+    got = adjust_logits(
+        logits, in_prompt, counts, torch.tensor(repetition), torch.tensor(presence), torch.tensor(frequency), bias
+    )
+    for row in range(3):
+        for token in range(6):
+            value, count = logits[row, token].item(), int(counts[row, token])
+            if in_prompt[row, token] or count:
+                value = value / repetition[row] if value > 0 else value * repetition[row]
+            value -= presence[row] * (count > 0) + frequency[row] * count
+            assert got[row, token].item() == pytest.approx(value + bias[row, token].item(), rel=1e-6)
+
+
+def test_penalties_that_are_off_change_nothing() -> None:
+    logits = torch.randn(2, 5)
+    off = adjust_logits(
+        logits,
+        torch.ones(2, 5, dtype=torch.bool),
+        torch.ones(2, 5, dtype=torch.int32),
+        torch.ones(2),
+        torch.zeros(2),
+        torch.zeros(2),
+        torch.zeros(2, 5),
+    )
+    assert torch.equal(off, logits)

@@ -92,7 +92,7 @@ class LabelDevice:
             place = self.places[index]
             assert place.run == run
             if place.finished:
-                results.append(Sampled(run, 0, 0.0, False, True))
+                results.append(Sampled(run, 0, False, True))
                 continue
             assert self.rows[place.ring[place.at]] == digest(place.ids), "the ring's row is not the last state"
             place.ids += (place.token,)
@@ -121,7 +121,7 @@ class LabelDevice:
     def _sample(self, place: Place, decoded: bool) -> Sampled:
         place.token = next_token(place.ids)
         place.finished = place.token in place.stop_ids or len(place.ids) + 1 >= place.limit
-        return Sampled(place.run, place.token, 0.0, True, decoded)
+        return Sampled(place.run, place.token, True, decoded)
 
     expected: dict[int, list[int]]
 

@@ -55,14 +55,22 @@ class PrefixCache:
     def find(self, tenant: str, ids: Ids) -> Found:
         """What of `ids` can be reused, leaving at least the last token to compute. Marks it as used."""
         match = self._match(tenant, ids)
-        usable = [node for node in match.passed if node.row and node.end < len(ids) and node not in self._fresh_rows]
-        checkpoint = usable[-1] if usable else None
+        checkpoint = self._checkpoint(match, len(ids) - 1)
         if match.beyond is not None:
             self._use(match.beyond.holding(match.length))
         if checkpoint is not None:
             self._use(checkpoint)
             self._row_order.touch(checkpoint, checkpoint.needed > 0)
         return Found(match.length, match.beyond, checkpoint.end if checkpoint else 0, checkpoint)
+
+    def kept(self, tenant: str, ids: Ids) -> int:
+        """How many of `ids` have their state kept. Only looks."""
+        checkpoint = self._checkpoint(self._match(tenant, ids), len(ids))
+        return checkpoint.end if checkpoint is not None else 0
+
+    def _checkpoint(self, match: Match[Node], most: int) -> Node | None:
+        usable = [node for node in match.passed if node.row and node.end <= most and node not in self._fresh_rows]
+        return usable[-1] if usable else None
 
     def _match(self, tenant: str, ids: Ids) -> Match[Node]:
         trie = self._tries.get(tenant)

@@ -30,6 +30,15 @@ class EngineClient(Protocol):
         """Ask for a turn's end; its `Ended` arrives on the turn's own iterator."""
         ...
 
+    async def residency(self, turns: list[str]) -> list[int]:
+        """For each lineage, how many of its ids a turn from there would find computed: the length whose state is kept.
+        0 for unknown ones.
+
+        Raises:
+            EngineGone: if the process has ended.
+        """
+        ...
+
     def release(self, turns: list[str]) -> None: ...
 
     async def stats(self) -> EngineStats: ...

@@ -12,9 +12,11 @@ import torch
 
 from tokenspeed.cache.pools import PagePool, StateRows
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.engine.memory import divide, torch_dtype
+from tokenspeed.engine.memory import divide, torch_dtype, usable_device
 from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate
+from tokenspeed.engine.vocabulary import token_bytes
 from tokenspeed.execution.channel import StepChannel
+from tokenspeed.execution.choices import Choices
 from tokenspeed.execution.executor import Executor, Step
 from tokenspeed.kernels.registry import select
 from tokenspeed.models.loading import load_model
@@ -46,7 +48,7 @@ class EngineCore:
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
-        device = torch.device(config.device)
+        device = usable_device(config.device)
         path = resolve(config.model)
         dtype = torch_dtype(config.dtype, device)
         ops = select(device, dtype)
@@ -69,12 +71,12 @@ class EngineCore:
             prefix_cache=config.prefix_cache,
             forced_tokens=config.forced_tokens,
         )
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, token_bytes(path))
         pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)
-        channel = StepChannel.empty(
-            config.max_sequences, depth + 1, config.page_size, sizes.max_context, device, config.forced_tokens
-        )
-        self.executor = Executor(model, ops, pages, rows, channel)
+        places, context = config.max_sequences, sizes.max_context
+        choices = Choices(ops, places, shape.vocabulary, context if config.forced_tokens else None, device)
+        channel = StepChannel.empty(places, depth + 1, -(-context // config.page_size), choices, device)
+        self.executor = Executor(model, pages, rows, channel)
         self.info = EngineInfo(
             model=path.name,
             vocab_size=shape.vocabulary,
@@ -115,6 +117,10 @@ class EngineCore:
         if self.on_tick is not None:
             self.on_tick(entry, plan)
         return plan.events
+
+    def residency(self, turns: list[str]) -> list[int]:
+        """For each lineage, the length whose state is kept; 0 for unknown ones."""
+        return self.scheduler.residency(turns)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler

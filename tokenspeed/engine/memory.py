@@ -47,6 +47,17 @@ def divide(config: EngineConfig, geometry: CacheGeometry, max_positions: int, de
     return Sizes(pages, rows, min(wanted, fits))
 
 
+def usable_device(name: str) -> torch.device:
+    """torch's device of that name. Raises ValueError where this machine, or this build of torch, has none."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the device {name!r} cannot be used: {reason}") from None
+    return device
+
+
 def torch_dtype(name: Dtype, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU, where bfloat16 is slow, and bfloat16 elsewhere."""
     if name == "auto":

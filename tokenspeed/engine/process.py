@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
@@ -27,11 +29,13 @@ from tokenspeed.engine.messages import (
     Release,
 )
 from tokenspeed.engine.wire import (
+    AskResidency,
     AskStats,
     Fatal,
     FromWorker,
     Loading,
     Ready,
+    Residency,
     Shutdown,
     Start,
     ToWorker,
@@ -40,6 +44,16 @@ from tokenspeed.engine.wire import (
 )
 
 SHUTDOWN_S = 10.0
+MOST_RESTARTS = 5
+"""In a row, without one that served for `STABLE_S`; then the engine is given up."""
+STABLE_S = 60.0
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors loaded, tensors in all)."""
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class EngineStartError(RuntimeError):
@@ -50,73 +64,123 @@ class EngineStartError(RuntimeError):
         self.code = code
 
 
-class ProcessEngine:
-    """An `EngineClient` whose engine is a child process, reached over an ipc socket in a private directory."""
+class WorkerProcess:
+    """One life of the engine's process, on a socket of its own in a directory that only this user can read."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, directory: Path) -> None:
-        self._process = process
-        self._socket = socket
+        self.process = process
+        self.socket = socket
         self._directory = directory
-        self._info: EngineInfo | None = None
-        self._turns: dict[str, asyncio.Queue[EngineEvent | None]] = {}
-        self._stats: deque[asyncio.Future[EngineStats]] = deque()
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._gone = False
-        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> ProcessEngine:
-        """Start the process and wait until it can answer.
-
-        Args:
-            progress: called with (tensors loaded, tensors in all).
-
-        Raises:
-            EngineStartError: with the reason, in one sentence.
-        """
-        directory = Path(tempfile.mkdtemp(prefix="tokenspeed-"))  # readable by this user alone
+    async def launch(cls) -> WorkerProcess:
+        directory = Path(tempfile.mkdtemp(prefix="tokenspeed-"))
         socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 0
         address = f"ipc://{directory}/engine"
         socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tokenspeed.engine.worker", address, stdin=asyncio.subprocess.DEVNULL
-        )
-        engine = cls(process, socket, directory)
+        # -P: the current directory is not a place to import from.
+        command = [sys.executable, "-P", "-m", "tokenspeed.engine.worker", address]
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        return cls(process, socket, directory)
+
+    async def load(self, config: EngineConfig, progress: Progress | None) -> EngineInfo:
+        """Raises EngineStartError if the model cannot be served."""
+        await self.socket.send(encode([Start(config)]))
+        exited = asyncio.create_task(self.process.wait())
         try:
-            await socket.send(encode([Start(config)]))
-            await engine._wait_until_ready(progress)
+            while True:
+                frame = asyncio.ensure_future(self.socket.recv())
+                await asyncio.wait({frame, exited}, return_when=asyncio.FIRST_COMPLETED)
+                if not frame.done() and not await _soon(frame):
+                    code = self.process.returncode
+                    raise EngineStartError("engine_error", f"the engine's process ended with exit code {code}")
+                for message in decode_from_worker(frame.result()):
+                    if isinstance(message, Loading) and progress is not None:
+                        progress(message.done, message.total)
+                    elif isinstance(message, Ready):
+                        return message.info
+                    elif isinstance(message, Fatal):
+                        raise EngineStartError(message.code, message.message)
+        finally:
+            exited.cancel()
+
+    async def end(self, patience_s: float = 0.0) -> None:
+        """Give the process so long to end by itself, then kill it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), patience_s)
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        self.socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class ProcessEngine:
+    """An `EngineClient` whose engine is a child process.
+
+    If the process dies, the turns in flight fail with `EngineGone` and it is started again; the engine then knows no
+    lineages (`unknown_lineage`), and whoever holds the ids sends whole prompts. After `MOST_RESTARTS` lives in a row
+    that did not last, or if the model cannot be loaded any more, it stays down.
+    """
+
+    def __init__(self, config: EngineConfig, worker: WorkerProcess, info: EngineInfo) -> None:
+        self._config = config
+        self._worker = worker
+        self._info = info
+        self._turns: dict[str, asyncio.Queue[EngineEvent | None]] = {}
+        self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._residencies: deque[asyncio.Future[list[int]]] = deque()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._up = True
+        self._restarts = 0
+        self._life = asyncio.create_task(self._live())
+
+    @classmethod
+    async def start(cls, config: EngineConfig, progress: Progress | None = None) -> ProcessEngine:
+        """Start the process and wait until it can answer.
+
+        Raises:
+            EngineStartError: with the reason, in one sentence.
+        """
+        worker = await WorkerProcess.launch()
+        try:
+            info = await worker.load(config, progress)
         except BaseException:
-            await engine._end_process()
+            await worker.end()
             raise
-        engine._tasks = [asyncio.create_task(work()) for work in (engine._receive, engine._send, engine._watch)]
-        return engine
+        return cls(config, worker, info)
 
     @property
     def info(self) -> EngineInfo:
-        assert self._info is not None
         return self._info
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._worker.process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
-        return not self._gone
+        """Whether the engine runs or is being started again."""
+        return not self._life.done()
+
+    @property
+    def restarts(self) -> int:
+        """How often the process has died and was started again."""
+        return self._restarts
 
     def generate(self, command: Generate) -> AsyncIterator[EngineEvent]:
         queue: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
-        if self._gone:
-            queue.put_nowait(None)
-        else:
+        if self._up:
             self._turns[command.turn] = queue
             self._post(command)
-        return self._events(command.turn, queue)
+        else:
+            queue.put_nowait(None)
+        return self._events(queue)
 
-    async def _events(self, turn: str, queue: asyncio.Queue[EngineEvent | None]) -> AsyncIterator[EngineEvent]:
+    async def _events(self, queue: asyncio.Queue[EngineEvent | None]) -> AsyncIterator[EngineEvent]:
         while True:
             event = await queue.get()
             if event is None:
@@ -138,89 +202,107 @@ class ProcessEngine:
         Raises:
             EngineGone: if the process has ended.
         """
-        if self._gone:
-            raise EngineGone("the engine's process has ended")
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(future)
-        self._post(AskStats())
-        return await future
+        return await self._ask(AskStats(), self._stats)
+
+    async def residency(self, turns: list[str]) -> list[int]:
+        return await self._ask(AskResidency(turns), self._residencies)
 
     async def close(self) -> None:
         self._post(Shutdown())
+        worker = self._worker
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), SHUTDOWN_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.wait_for(worker.process.wait(), SHUTDOWN_S)
+        self._life.cancel()
+        await asyncio.gather(self._life, return_exceptions=True)
         self._fail_all()
-        await self._end_process()
+        await self._worker.end()
 
     # ------------------------------------------------------------------ inside
 
     def _post(self, message: ToWorker) -> None:
-        if not self._gone:
+        if self._up:
             self._outbox.put_nowait(encode([message]))
 
-    async def _send(self) -> None:
-        while True:
-            await self._socket.send(await self._outbox.get())
+    async def _ask(self, question: ToWorker, waiting: deque[asyncio.Future[T]]) -> T:
+        if not self._up:
+            raise EngineGone("the engine's process has ended")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiting.append(future)
+        self._post(question)
+        return await future
 
-    async def _receive(self) -> None:
+    async def _live(self) -> None:
+        """Serve one process after the other."""
+        failures = 0
+        loop = asyncio.get_running_loop()
         while True:
-            for message in decode_from_worker(await self._socket.recv()):
+            begun = loop.time()
+            await self._serve(self._worker)
+            self._fail_all()
+            code = self._worker.process.returncode
+            failures = 1 if loop.time() - begun > STABLE_S else failures + 1
+            if failures > MOST_RESTARTS:
+                _log.error("the engine's process ended with exit code %s, and too often: it stays down", code)
+                return
+            _log.warning("the engine's process ended with exit code %s; it is started again", code)
+            await self._worker.end()
+            await asyncio.sleep(0.1 * 2 ** (failures - 1))
+            self._worker = await WorkerProcess.launch()
+            try:
+                self._info = await self._worker.load(self._config, None)
+            except EngineStartError as error:
+                _log.error("the engine cannot be started again: %s", error)
+                return
+            self._outbox = asyncio.Queue()
+            self._restarts += 1
+            self._up = True
+
+    async def _serve(self, worker: WorkerProcess) -> None:
+        """Carry messages until the process has ended."""
+        carriers = [asyncio.create_task(self._send(worker)), asyncio.create_task(self._receive(worker))]
+        try:
+            await worker.process.wait()
+        finally:
+            self._up = False
+            for task in carriers:
+                task.cancel()
+            await asyncio.gather(*carriers, return_exceptions=True)
+
+    async def _send(self, worker: WorkerProcess) -> None:
+        while True:
+            await worker.socket.send(await self._outbox.get())
+
+    async def _receive(self, worker: WorkerProcess) -> None:
+        while True:
+            for message in decode_from_worker(await worker.socket.recv()):
                 self._dispatch(message)
 
     def _dispatch(self, message: FromWorker) -> None:
         if isinstance(message, EngineStats):
-            future = self._stats.popleft()
-            if not future.done():
-                future.set_result(message)
+            _resolve(self._stats.popleft(), message)
+        elif isinstance(message, Residency):
+            _resolve(self._residencies.popleft(), message.lengths)
         elif isinstance(message, EngineEvent):
             ended = isinstance(message, Ended | Rejected)
             queue = self._turns.pop(message.turn, None) if ended else self._turns.get(message.turn)
             if queue is not None:
                 queue.put_nowait(message)
 
-    async def _watch(self) -> None:
-        await self._process.wait()
-        self._fail_all()
-
     def _fail_all(self) -> None:
-        self._gone = True
+        self._up = False
         for queue in self._turns.values():
             queue.put_nowait(None)
         self._turns.clear()
-        for future in self._stats:
+        for future in (*self._stats, *self._residencies):
             if not future.done():
                 future.set_exception(EngineGone("the engine's process has ended"))
         self._stats.clear()
+        self._residencies.clear()
 
-    async def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> None:
-        exited = asyncio.create_task(self._process.wait())
-        try:
-            while self._info is None:
-                frame = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({frame, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not frame.done() and not await _soon(frame):
-                    code = self._process.returncode
-                    raise EngineStartError("engine_error", f"the engine's process ended with exit code {code}")
-                for message in decode_from_worker(frame.result()):
-                    if isinstance(message, Loading) and progress is not None:
-                        progress(message.done, message.total)
-                    elif isinstance(message, Ready):
-                        self._info = message.info
-                    elif isinstance(message, Fatal):
-                        raise EngineStartError(message.code, message.message)
-        finally:
-            exited.cancel()
 
-    async def _end_process(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 async def _soon(frame: asyncio.Future[bytes]) -> bool:

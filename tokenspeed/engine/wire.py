@@ -20,6 +20,18 @@ class AskStats(msgspec.Struct, tag="ask_stats"):
     """Answered by one `EngineStats`, in order."""
 
 
+class AskResidency(msgspec.Struct, tag="ask_residency"):
+    """Answered by one `Residency`, in order."""
+
+    turns: list[str]
+
+
+class Residency(msgspec.Struct, tag="residency"):
+    """The length whose state is kept, by lineage asked for."""
+
+    lengths: list[int]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process."""
 
@@ -42,8 +54,8 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-ToWorker = Start | EngineCommand | AskStats | Shutdown
-FromWorker = Loading | Ready | Fatal | EngineStats | EngineEvent
+ToWorker = Start | EngineCommand | AskStats | AskResidency | Shutdown
+FromWorker = Loading | Ready | Fatal | EngineStats | Residency | EngineEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(list[ToWorker])

@@ -16,11 +16,13 @@ import zmq
 
 from tokenspeed.engine.core import EngineCore
 from tokenspeed.engine.wire import (
+    AskResidency,
     AskStats,
     Fatal,
     FromWorker,
     Loading,
     Ready,
+    Residency,
     Shutdown,
     Start,
     ToWorker,
@@ -79,6 +81,8 @@ class Worker:
     def _handle(self, core: EngineCore, message: ToWorker) -> None:
         if isinstance(message, AskStats):
             self._send([core.stats()])
+        elif isinstance(message, AskResidency):
+            self._send([Residency(core.residency(message.turns))])
         elif not isinstance(message, Start | Shutdown):
             core.submit(message)
 

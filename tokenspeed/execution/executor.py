@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenspeed.cache.pools import PagePool, StateRows
 from tokenspeed.execution.channel import StepChannel
-from tokenspeed.kernels.registry import Operators
+from tokenspeed.execution.choices import Drawn
 from tokenspeed.models.batch import Batch, Stores
 from tokenspeed.models.qwen35 import Qwen35
 from tokenspeed.scheduler.plan import Plan, Prefill, Sampled
@@ -18,13 +18,28 @@ from tokenspeed.scheduler.plan import Plan, Prefill, Sampled
 
 @dataclass(frozen=True)
 class Draw:
-    """Sampled tokens of one forward, still on the device; row i belongs to run `runs[i]`."""
+    """Sampled tokens of one forward, still on the device; row i belongs to run `runs[i]`, which wants `top[i]` of the
+    most likely ids beside its log-probability (None: neither)."""
 
     runs: list[int]
-    tokens: Tensor  # [n] int64, -1 where the logits were not finite
-    logprobs: Tensor  # [n]
+    top: list[int | None]
+    drawn: Drawn
     live: Tensor  # [n] bool
     decoded: bool
+
+    def result(self) -> list[Sampled]:
+        """Waits for the device."""
+        tokens, live = self.drawn.tokens.tolist(), self.live.tolist()
+        rows = [
+            Sampled(run, token, alive, self.decoded) for run, token, alive in zip(self.runs, tokens, live, strict=True)
+        ]
+        if self.drawn.logprobs is not None:
+            chosen, ids, logprobs = (values.tolist() for values in self.drawn.logprobs)
+            for index, (row, top) in enumerate(zip(rows, self.top, strict=True)):
+                if top is not None:
+                    row.logprob = chosen[index]
+                    row.top = list(zip(ids[index][:top], logprobs[index][:top], strict=True))
+        return rows
 
 
 @dataclass(frozen=True)
@@ -35,13 +50,7 @@ class Step:
 
     def result(self) -> list[Sampled]:
         """Waits for the device."""
-        return [
-            Sampled(run, token, logprob, live, draw.decoded)
-            for draw in self.draws
-            for run, token, logprob, live in zip(
-                draw.runs, draw.tokens.tolist(), draw.logprobs.tolist(), draw.live.tolist(), strict=True
-            )
-        ]
+        return [row for draw in self.draws for row in draw.result()]
 
 
 class Executor:
@@ -50,17 +59,15 @@ class Executor:
     `launch` puts a step on the device's one stream and returns without waiting for it.
     """
 
-    def __init__(self, model: Qwen35, ops: Operators, pages: PagePool, rows: StateRows, channel: StepChannel) -> None:
+    def __init__(self, model: Qwen35, pages: PagePool, rows: StateRows, channel: StepChannel) -> None:
         self.model = model
-        self.ops = ops
         self.pages = pages
         self.rows = rows
         self._size = pages.geometry.page_size
         self._device = model.device
         self._channel = channel
-        self._lengths = [0] * len(
-            channel.length
-        )  # upper bounds of the channel's lengths, to size launches without asking it
+        # Upper bounds of the channel's lengths, to size launches without asking it.
+        self._lengths = [0] * len(channel.length)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
@@ -117,11 +124,9 @@ class Executor:
         if not last:
             return None
         chosen = self._tensor(last)
-        runs = [chunks[index].run for index in last]
-        lengths, done = batch.lengths[chosen], torch.zeros_like(chosen)
-        return self._draw(
-            runs, hidden[starts[1:][chosen] - 1], places[chosen], lengths, done, batch.live[chosen], False
-        )
+        of = [(chunks[index].place, chunks[index].run) for index in last]
+        ends_at, ring_start = starts[1:][chosen] - 1, torch.zeros_like(chosen)
+        return self._draw(of, hidden[ends_at], places[chosen], batch.lengths[chosen], ring_start, batch.live[chosen])
 
     def _decode(self, decodes: list[tuple[int, int]]) -> Draw:
         channel, size = self._channel, self._size
@@ -149,25 +154,19 @@ class Executor:
             longest=longest,
         )
         hidden = self.model.forward(channel.token[places], batch, self.pages, self.rows)
-        return self._draw([run for _, run in decodes], hidden, places, positions + 1, following, live, True)
+        draw = self._draw(decodes, hidden, places, positions + 1, following, live)
+        return replace(draw, decoded=True)
 
     def _draw(
-        self, runs: list[int], hidden: Tensor, places: Tensor, lengths: Tensor, at: Tensor, live: Tensor, decoded: bool
+        self, of: list[tuple[int, int]], hidden: Tensor, places: Tensor, lengths: Tensor, at: Tensor, live: Tensor
     ) -> Draw:
-        """Sample from `hidden` [n, hidden], the outputs at the last of `lengths` tokens, into the channel."""
-        channel = self._channel
-        tokens, logprobs = self.ops.sample(
-            self.model.logits(hidden),
-            channel.temperature[places],
-            channel.top_k[places],
-            channel.top_p[places],
-            channel.min_p[places],
-            channel.seed[places],
-            lengths,
-        )
-        tokens = channel.forced_or(places, lengths, tokens)
-        channel.advance(places, tokens, lengths, at, live)
-        return Draw(runs, tokens, logprobs, live, decoded)
+        """Choose tokens after `hidden` [n, hidden], the outputs at the last of `lengths` tokens of the (place, run)s
+        `of`, and put them into the channel."""
+        choices = self._channel.choices
+        drawn = choices.draw(self.model.logits(hidden), [place for place, _ in of], places, lengths, live)
+        self._channel.advance(places, drawn.tokens, lengths, at, live)
+        top = [choices.reported(place) for place, _ in of]
+        return Draw([run for _, run in of], top, drawn, live, decoded=False)
 
     def _tensor(self, values: list[int] | list[tuple[int, int, int]] | np.ndarray) -> Tensor:
         return torch.as_tensor(values, device=self._device)

@@ -22,6 +22,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
         tokens: the ids after the parent's, little-endian int32.
         parent: the lineage that the prompt begins with; None begins from nothing.
         keep: how many of the parent's ids the prompt begins with; None is all of them.
+        sample: False only computes the prompt (a warm-up): the turn ends with no output.
         marks: ascending prompt positions (lengths) whose state is kept as a checkpoint: preamble end, input end.
     """
 
@@ -32,6 +33,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     parent: str | None = None
     keep: int | None = None
     marks: tuple[int, ...] = ()
+    sample: bool = True
 
 
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
@@ -75,11 +77,13 @@ class Progress(msgspec.Struct, tag="progress", omit_defaults=True):
 
 
 class Tokens(msgspec.Struct, tag="tokens", omit_defaults=True):
-    """Newly sampled ids, in order; `logprobs` beside them if asked for."""
+    """Newly sampled ids, in order; `logprobs` beside them if asked for, and `top_logprobs`: for each, (id, its
+    log-probability) of the most likely, in falling order."""
 
     turn: str
     tokens: list[int]
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 class TurnUsage(msgspec.Struct):
@@ -105,18 +109,20 @@ class TurnTimings(msgspec.Struct):
     tokens_per_s: float = 0.0
 
 
-EndReason = Literal["stop", "length", "context_length", "cancelled", "error"]
+EndReason = Literal["stop", "length", "context_length", "cancelled", "warmed", "error"]
 
 
 class Ended(msgspec.Struct, tag="ended", omit_defaults=True):
-    """The turn's last event. `stop`: a stop id, kept as the last token. `length`: `max_tokens`. `context_length`: the
-    model's context is full. `error`: `message` says what failed; the lineage does not exist."""
+    """The turn's last event. `stop`: a stop id, kept as the last token, or the stop string `stop_string`, whose text is
+    complete with the last token. `length`: `max_tokens`. `context_length`: the model's context is full. `warmed`: a
+    turn that was not to sample. `error`: `message` says what failed; the lineage does not exist."""
 
     turn: str
     reason: EndReason
     usage: TurnUsage
     timings: TurnTimings
     message: str | None = None
+    stop_string: str | None = None
 
 
 class Rejected(msgspec.Struct, tag="rejected", omit_defaults=True):

@@ -11,14 +11,16 @@ class Sampled(msgspec.Struct, array_like=True):
     """One row of a step's result.
 
     `run` names the admission it belongs to. `token` is -1 where the logits were not finite. `live` is False for a
-    sequence that had finished on the device before this step; then the rest means nothing.
+    sequence that had finished on the device before this step; then the rest means nothing. `decoded`: a token went
+    through the model for it, rather than a prompt's end. `logprob` and `top`, if asked for.
     """
 
     run: int
     token: int
-    logprob: float
     live: bool
     decoded: bool
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
 
 
 class LogEntry(msgspec.Struct):
@@ -30,11 +32,33 @@ class LogEntry(msgspec.Struct):
     results: list[Sampled]
 
 
+class Choice(msgspec.Struct, array_like=True, frozen=True):
+    """How a run's tokens are chosen: `SamplingParams`, for the device.
+
+    `penalties`: repetition, presence and frequency, or None; then `prompt` and `output` are the ids they look at.
+    `logprobs`: how many of the most likely to report beside the chosen one; None for nothing. `forced`: ids of the
+    positions from `forced_from` on. Ids are little-endian int32.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    logprobs: int | None
+    penalties: tuple[float, float, float] | None
+    bias: tuple[tuple[int, float], ...]
+    prompt: bytes
+    output: bytes
+    forced_from: int
+    forced: bytes
+
+
 class Admit(msgspec.Struct, array_like=True):
     """A place of the step channel starts over with a new run.
 
     `ring`: the rows that its states go through, one step after the other. `limit`: the length (prompt and output) at
-    which it is finished. `forced`: little-endian int32 ids of the positions from `forced_from` on.
+    which it is finished.
     """
 
     place: int
@@ -42,13 +66,7 @@ class Admit(msgspec.Struct, array_like=True):
     ring: list[int]
     limit: int
     stop_ids: list[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    forced_from: int
-    forced: bytes
+    choice: Choice
 
 
 class Prefill(msgspec.Struct, array_like=True):

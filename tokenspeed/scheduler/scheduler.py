@@ -7,6 +7,7 @@ device and nothing unordered. Replaying a log into a fresh scheduler gives the s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from tokenspeed.scheduler.messages import (
     Tokens,
 )
 from tokenspeed.scheduler.plan import Admit, LogEntry, Plan, Prefill, Sampled
+from tokenspeed.scheduler.stopping import StopStrings
 from tokenspeed.scheduler.turns import Decoding, Prefilling, Queued, Running, State, Turn
 
 MAX_MARKS = 4
@@ -64,8 +66,13 @@ class Limits:
 class Scheduler:
     """See the module. `cache` and `lineages` are its state and may be looked at."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, token_bytes: Sequence[bytes | None] = ()) -> None:
+        """
+        Args:
+            token_bytes: what each id writes, for stop strings; without it they are refused.
+        """
         limits.check()
+        self._token_bytes = token_bytes
         self.limits = limits
         self.cache = PrefixCache(limits.pages, limits.rows, limits.page_size)
         self.lineages = LineageBook()
@@ -75,6 +82,7 @@ class Scheduler:
         self.reused = 0
         self.decoded = 0
         self._turns: dict[str, State] = {}
+        self._warmed: list[Prefilling] = []  # computed whole by the last tick's step
         self._places = list(range(limits.max_sequences - 1, -1, -1))
         self._runs = 0
         self._now_s = 0.0
@@ -84,12 +92,20 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self._turns)
 
+    def residency(self, names: list[str]) -> list[int]:
+        """For each lineage, the length whose state is kept; 0 for unknown ones."""
+        lineages = [self.lineages.named(name) for name in names]
+        return [self.cache.kept(lineage.tenant, lineage.ids()) if lineage else 0 for lineage in lineages]
+
     def tick(self, entry: LogEntry) -> Plan:
         """The next step's plan."""
         self._now_s = entry.time_s
         self._plan = _empty_plan(entry.number)
         self.cache.turn_over()
         self._absorb(entry.results)
+        for warmed in self._warmed:
+            self._end(warmed, "warmed")
+        self._warmed.clear()
         for command in entry.commands:
             if isinstance(command, Generate):
                 self._generate(command)
@@ -111,7 +127,7 @@ class Scheduler:
     # ------------------------------------------------------------------ results
 
     def _absorb(self, results: list[Sampled]) -> None:
-        fresh: dict[int, tuple[list[int], list[float]]] = {}
+        fresh: dict[int, Tokens] = {}
         for sampled in results:
             self.decoded += sampled.decoded and sampled.live
             state = self.running.get(sampled.run)
@@ -124,14 +140,17 @@ class Scheduler:
             state.seen += 1
             turn.outputs.append(sampled.token)
             turn.token_times_s.append(self._now_s)
-            tokens, logprobs = fresh.setdefault(sampled.run, ([], []))
-            tokens.append(sampled.token)
-            logprobs.append(sampled.logprob)
-        for run, (tokens, logprobs) in fresh.items():
+            turn.stop_string = turn.stopping.after(sampled.token)
+            event = fresh.setdefault(sampled.run, Tokens(turn.name, []))
+            event.tokens.append(sampled.token)
+            if sampled.logprob is not None:
+                event.logprobs = [*(event.logprobs or []), sampled.logprob]
+                event.top_logprobs = [*(event.top_logprobs or []), sampled.top or []]
+        for run, event in fresh.items():
             state = self.running[run]
             turn = state.turn
-            self._emit(Tokens(turn.name, tokens, logprobs if turn.params.logprobs else None))
-            if tokens[-1] in turn.stop_ids:
+            self._emit(event)
+            if event.tokens[-1] in turn.stop_ids or turn.stop_string is not None:
                 self._end(state, "stop")
             elif turn.length >= turn.limit:
                 self._end(state, "context_length" if turn.by_context else "length")
@@ -158,10 +177,11 @@ class Scheduler:
             ids=ids,
             marks=command.marks,
             params=params,
-            seed=params.seed or 0,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             limit=len(ids) + output,
             by_context=params.max_tokens is None or params.max_tokens > room,
+            stopping=StopStrings(params.stop, self._token_bytes),
+            sample=command.sample,
             expected=0 if parent is None else min(keep, parent.cached),
             arrived_s=self._now_s,
             progress_s=self._now_s,
@@ -208,11 +228,14 @@ class Scheduler:
             command.sampling.check()
         except ValueError as error:
             return bad(str(error))
+        if command.sampling.stop and not self._token_bytes:
+            return bad("stop strings need the model's tokenizer, which its directory does not have")
         forced = command.sampling.forced_token_ids
         if forced and not self.limits.forced_tokens:
             return bad("forced_token_ids are not allowed by this engine's configuration")
-        if not all(0 <= token < self.limits.vocab_size for token in forced):
-            return bad(f"forced_token_ids must be in 0 … {self.limits.vocab_size - 1}")
+        for name, tokens in (("forced_token_ids", forced), ("logit_bias", [t for t, _ in command.sampling.logit_bias])):
+            if not all(0 <= token < self.limits.vocab_size for token in tokens):
+                return bad(f"{name} must be of ids in 0 … {self.limits.vocab_size - 1}")
         if len(self.queue) >= self.limits.max_queue:
             return Rejected(command.turn, "queue_full", f"{len(self.queue)} turns are waiting; no more are taken")
         return None
@@ -252,7 +275,7 @@ class Scheduler:
     def _close_turn(self, turn: Turn, reason: EndReason, message: str | None = None) -> None:
         del self._turns[turn.name]
         usage, timings = turn.usage(self.limits.max_context), turn.timings(self._now_s)
-        self._emit(Ended(turn.name, reason, usage, timings, message))
+        self._emit(Ended(turn.name, reason, usage, timings, message, turn.stop_string))
 
     def _vacate(self, state: State, lineage: Lineage | None = None) -> None:
         """Leave the queue, or the place. What was computed stays in the cache; `lineage` comes to stand on it."""
@@ -298,7 +321,7 @@ class Scheduler:
     def _prefill(self) -> None:
         budget = self.limits.prefill_chunk
         for state in list(self.running.values()):
-            if isinstance(state, Prefilling) and budget > 0:
+            if isinstance(state, Prefilling) and state not in self._warmed and budget > 0:
                 budget -= self._chunk(state, budget)
         while self.queue and self._places and budget > 0:
             admitted = self._admit(self.queue[0])
@@ -321,23 +344,8 @@ class Scheduler:
         row = found.checkpoint.row if found.checkpoint is not None else 0
         state = Prefilling(turn, self._runs, place, tail, ids, found.state, row, marks, found.kv)
         self.running[state.run] = self._turns[turn.name] = state
-        params = turn.params
-        self._plan.admits.append(
-            Admit(
-                place,
-                state.run,
-                list(tail.ring),
-                turn.limit,
-                sorted(turn.stop_ids),
-                params.temperature,
-                params.top_k,
-                params.top_p,
-                params.min_p,
-                turn.seed,
-                len(turn.ids),
-                np.asarray(params.forced_token_ids, "<i4").tobytes(),
-            )
-        )
+        stop_ids = sorted(turn.stop_ids)
+        self._plan.admits.append(Admit(place, state.run, list(tail.ring), turn.limit, stop_ids, turn.choice()))
         table = self.cache.page_table(tail)
         self._plan.table.extend((place, index, page) for index, page in enumerate(table))
         self.reused += found.state
@@ -366,7 +374,9 @@ class Scheduler:
         )
         state.done, state.row = end, tail.ring[0]
         self._count_computed(turn, end - start)
-        if last:
+        if last and not turn.sample:
+            self._warmed.append(state)
+        elif last:
             self.cache.settle(tail)
             decoding = Decoding(turn, state.run, state.place, tail, end)
             self.running[state.run] = self._turns[turn.name] = decoding

@@ -13,6 +13,8 @@ from tokenspeed.cache.tree import Tail
 from tokenspeed.cache.trie import Ids
 from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.scheduler.messages import TurnTimings, TurnUsage
+from tokenspeed.scheduler.plan import Choice
+from tokenspeed.scheduler.stopping import StopStrings
 
 
 @dataclass(eq=False)
@@ -29,10 +31,11 @@ class Turn:
     ids: Ids
     marks: tuple[int, ...]
     params: SamplingParams
-    seed: int
     stop_ids: frozenset[int]
     limit: int
     by_context: bool
+    stopping: StopStrings
+    sample: bool
     expected: int
     arrived_s: float
     outputs: list[int] = field(default_factory=list)
@@ -42,6 +45,7 @@ class Turn:
     reused: int = 0
     computed: int = 0
     recomputed: int = 0
+    stop_string: str | None = None
 
     @property
     def length(self) -> int:
@@ -49,6 +53,26 @@ class Turn:
 
     def all_ids(self) -> Ids:
         return np.concatenate([self.ids, np.asarray(self.outputs, np.int32)])
+
+    def choice(self) -> Choice:
+        """For an admission now."""
+        params = self.params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        off = penalties == (1.0, 0.0, 0.0)
+        return Choice(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            logprobs=params.top_logprobs if params.logprobs else None,
+            penalties=None if off else penalties,
+            bias=params.logit_bias,
+            prompt=b"" if off else self.ids.astype("<i4").tobytes(),
+            output=b"" if off else np.asarray(self.outputs, "<i4").tobytes(),
+            forced_from=len(self.ids),
+            forced=np.asarray(params.forced_token_ids, "<i4").tobytes(),
+        )
 
     def usage(self, max_context: int) -> TurnUsage:
         return TurnUsage(
