@@ -132,6 +132,8 @@ class SessionHost:
             case SessionClose():
                 await self._close(tenant, command)
                 return Reply(command.id)
+            case _:
+                raise SessionError("bad_request", f"{type(command).__name__} is not served")
 
     def events(self, channel: str) -> AsyncIterator[TurnEvent]:
         """The events of all turns that `channel` started, until it is closed. One reader a channel."""
@@ -157,23 +159,26 @@ class SessionHost:
             raise SessionError("bad_request", f"the model {command.model!r} is not served here; {self._model!r} is")
         if command.reasoning == "drop" and self._format.visible_opening is None:
             raise SessionError("bad_request", "this model's chat template keeps all reasoning; it cannot be dropped")
-        _check_tools(command.tools)
+        tools = command.tools or []
+        _check_tools(tools)
         self._resolve(command.sampling)
         instructions = command.instructions or None
-        preamble = self._transcript.preamble(instructions, command.tools)
+        preamble = self._transcript.preamble(instructions, tools)
         self._check_length(len(preamble.ids))
         defaults = Defaults(
             instructions=instructions,
-            tools=command.tools,
+            tools=tools,
             sampling=command.sampling or Sampling(),
-            reasoning=command.reasoning,
-            labels=command.labels,
+            reasoning=command.reasoning or "keep",
+            labels=command.labels or {},
             preamble=preamble,
-            types=ParameterTypes(command.tools),
+            types=ParameterTypes(tools),
         )
         return self._add_session(tenant, defaults, None)
 
     async def _create(self, tenant: str, command: TurnCreate, channel: str) -> str:
+        if command.session is None:
+            raise SessionError("bad_request", "turn.create needs a session")
         session = self._find(tenant, command.session)
         session.check_idle()
         sampling = self._resolve(command.sampling, session.defaults.sampling)

@@ -16,6 +16,9 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=False):
     checkpoint's `generation_config.json`.
 
     `max_tokens` bounds a turn's output; `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    `stop`: strings that end the turn, in reasoning, text and calls alike; the text is cut before them, a call that one
+    ends is incomplete. `logit_bias`: by token id, in decimal. `logprobs`: deltas carry the log-probability of each
+    sampled token, and those of the `top_logprobs` most likely ones.
     `forced_token_ids`, where the server allows it, are what the output begins with.
     """
 
@@ -27,27 +30,78 @@ class Sampling(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=False):
     max_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    stop: list[str] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     forced_token_ids: list[int] | None = None
 
 
 class SessionOpen(msgspec.Struct, tag_field="type", tag="session.open", omit_defaults=True):
+    """A session at the start, or at the turn `from`.
+
+    What is left out is taken from the session in which that turn was made; at the start it is nothing, and the
+    reasoning rule `keep`. Empty instructions, tools or labels are none.
+    """
+
     id: str
     model: str | None = None
     instructions: str | None = None
-    tools: list[FunctionTool] = []
+    tools: list[FunctionTool] | None = None
     sampling: Sampling | None = None
-    reasoning: ReasoningRule = "keep"
-    labels: dict[str, str] = {}
+    reasoning: ReasoningRule | None = None
+    labels: dict[str, str] | None = None
+    from_: str | None = msgspec.field(default=None, name="from")
 
 
 class TurnCreate(msgspec.Struct, tag_field="type", tag="turn.create", omit_defaults=True):
-    """`token_ids` asks for the turn's exact ids in `turn.ended`."""
+    """A turn on a `session`, or after a turn `parent` in a new, unnamed session that the reply returns.
+
+    `tools` or `instructions` that differ from the session's are an update, for this turn and those to come; empty ones
+    are none. `generate=False` is a warm-up: it computes the input, without the generation prompt, and the turn has no
+    output; what follows it may be empty, which only asks for the answer. `n` > 1, with `parent` alone, takes n turns
+    in n sessions; a seed counts up from one to the next. `expect_head`: refuse with `head_moved` if the session
+    stands elsewhere; `start` is no turn. `token_ids` asks for the turn's exact ids in `turn.ended`.
+    """
+
+    id: str
+    session: str | None = None
+    input: str | list[InputItem] = []
+    sampling: Sampling | None = None
+    token_ids: bool = False
+    parent: str | None = None
+    tools: list[FunctionTool] | None = None
+    instructions: str | None = None
+    generate: bool = True
+    n: int = 1
+    expect_head: str | None = None
+
+
+class SessionRegenerate(msgspec.Struct, tag_field="type", tag="session.regenerate", omit_defaults=True):
+    """Another answer to the input of a turn of the lineage (`of`; the head if absent), which becomes the head. Its
+    parent is that turn's parent."""
 
     id: str
     session: str
-    input: str | list[InputItem]
+    of: str | None = None
     sampling: Sampling | None = None
     token_ids: bool = False
+
+
+class SessionUpdate(msgspec.Struct, tag_field="type", tag="session.update", omit_defaults=True):
+    """Replace what is given; empty instructions, tools or labels remove them. `tools`, `instructions` and `reasoning`
+    want an idle session. The reply's `lost_tokens` says how many cached tokens the next turn cannot reuse."""
+
+    id: str
+    session: str
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    sampling: Sampling | None = None
+    reasoning: ReasoningRule | None = None
+    labels: dict[str, str] | None = None
 
 
 class TurnCancel(msgspec.Struct, tag_field="type", tag="turn.cancel", omit_defaults=True):
@@ -72,12 +126,20 @@ class SessionRewind(msgspec.Struct, tag_field="type", tag="session.rewind", omit
 
 
 class SessionGet(msgspec.Struct, tag_field="type", tag="session.get", omit_defaults=True):
+    """The session's record, with its residency and its cheap rewind points."""
+
     id: str
     session: str
 
 
 class SessionList(msgspec.Struct, tag_field="type", tag="session.list", omit_defaults=True):
+    """Sessions that bear all of `labels`, in the order of their opening: at most `limit` after the session `after`.
+    The reply's `after` asks for the next page; it is absent on the last."""
+
     id: str
+    labels: dict[str, str] = {}
+    limit: int = 100
+    after: str | None = None
 
 
 class SessionTurns(msgspec.Struct, tag_field="type", tag="session.turns", omit_defaults=True):
@@ -102,6 +164,8 @@ Command = (
     SessionOpen
     | TurnCreate
     | TurnCancel
+    | SessionRegenerate
+    | SessionUpdate
     | SessionFork
     | SessionRewind
     | SessionGet

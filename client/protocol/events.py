@@ -15,9 +15,11 @@ from tokenspeed.client.protocol.errors import Retry
 from tokenspeed.client.protocol.items import FunctionTool, InputItem, Item
 
 TurnStatus = Literal["completed", "incomplete", "cancelled", "failed"]
-TurnReason = Literal["stop", "tool_calls", "length", "context_length", "cancelled", "parse_error", "error"]
+TurnReason = Literal["stop", "tool_calls", "length", "context_length", "cancelled", "warmed", "parse_error", "error"]
 SessionState = Literal["idle", "running", "closed"]
-MissReason = Literal["evicted", "diverged", "cold", "reasoning_dropped", "off"]
+MissReason = Literal["evicted", "off", "cold", "reasoning_dropped", "updated"]
+"""Why a turn reused less than its session had. `off`: the prefix cache is switched off. `cold`: the engine did not know
+the lineage, for it was started anew. `updated`: instructions or tools have changed."""
 
 
 class Reused(msgspec.Struct):
@@ -65,12 +67,25 @@ class TurnRecord(msgspec.Struct, omit_defaults=True):
     output: list[Item]
     usage: Usage
     timings: Timings
+    stop_string: str | None = None
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
 
 
+class Residency(msgspec.Struct):
+    """Of the ids that a session stands on, how many its next turn would find computed, by tier."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
 class SessionRecord(msgspec.Struct, omit_defaults=True):
-    """What `session.get` and `session.list` say of a session. `prefix_tokens`: ids of the rendered preamble."""
+    """A session. `prefix_tokens`: ids of the rendered preamble.
+
+    `session.get` alone adds the residency and the cheap rewind points: turns of the lineage, oldest first, from which
+    a next turn computes at most one token beside the new ones (and what the rule `drop` makes it render again).
+    """
 
     id: str
     model: str
@@ -85,6 +100,8 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
     tokens: int
     prefix_tokens: int
     remaining: int
+    residency: Residency | None = None
+    rewind_points: list[str] | None = None
 
 
 class SessionTotals(msgspec.Struct):
@@ -100,15 +117,23 @@ class SessionTotals(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, tag_field="type", tag="reply", omit_defaults=True):
-    """The answer to a command; which fields are set depends on the command (PROTOCOL: the table of commands)."""
+    """The answer to a command; which fields are set depends on the command (PROTOCOL: the table of commands).
+
+    `turn.create` with `parent` sets `session` and `turn`, or with `n` > 1 `sessions` and `turn_ids`, side by side.
+    `lost_tokens` is set by what changes tools, instructions or the reasoning rule: at most so many cached tokens of the
+    head's lineage cannot be reused by the next turn. `after`: what `session.list` goes on from.
+    """
 
     id: str
     session: SessionRecord | None = None
     sessions: list[SessionRecord] | None = None
     turn: str | None = None
+    turn_ids: list[str] | None = None
     head: str | None = None
     turns: list[TurnRecord] | None = None
     totals: SessionTotals | None = None
+    lost_tokens: int | None = None
+    after: str | None = None
 
 
 class ErrorEvent(msgspec.Struct, tag_field="type", tag="error", omit_defaults=True):
@@ -146,9 +171,22 @@ class TurnProgress(msgspec.Struct, tag_field="type", tag="turn.progress", omit_d
     first: int | None = None
 
 
+class TokenLogprob(msgspec.Struct, omit_defaults=True):
+    """A sampled token's log-probability under the model's own distribution, and (id, log-probability) of the most
+    likely ones, in falling order."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
 class TurnDelta(msgspec.Struct, tag_field="type", tag="turn.delta", omit_defaults=True):
     """A piece of output item `item` (its index in the turn). For a call, `arguments` deltas concatenate to the JSON
-    text and the first one carries `name` and `call_id`."""
+    text and the first one carries `name` and `call_id`.
+
+    `logprobs`, where asked for, are of the tokens sampled since the delta before, whether or not they wrote text; those
+    after the last delta are in `turn.ended`. All of them together are the turn's output, in order.
+    """
 
     session: str
     turn: str
@@ -159,6 +197,7 @@ class TurnDelta(msgspec.Struct, tag_field="type", tag="turn.delta", omit_default
     name: str | None = None
     call_id: str | None = None
     first: int | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class TurnItem(msgspec.Struct, tag_field="type", tag="turn.item", omit_defaults=True):
@@ -172,7 +211,8 @@ class TurnItem(msgspec.Struct, tag_field="type", tag="turn.item", omit_defaults=
 
 
 class TurnEnded(msgspec.Struct, tag_field="type", tag="turn.ended", omit_defaults=True):
-    """The turn's last event. `head` is where the session stands now. `error` is set when `status` is `failed`."""
+    """The turn's last event. `head` is where the session stands now. `error` is set when `status` is `failed`.
+    `stop_string` is the one that ended the turn (its reason is `stop`); no text has a character of it."""
 
     session: str
     turn: str
@@ -183,6 +223,8 @@ class TurnEnded(msgspec.Struct, tag_field="type", tag="turn.ended", omit_default
     timings: Timings
     head: str | None
     error: ErrorEvent | None = None
+    stop_string: str | None = None
+    logprobs: list[TokenLogprob] | None = None
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
 
