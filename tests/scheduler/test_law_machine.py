@@ -7,7 +7,7 @@ one token, a wrong copy or a page handed out too early shows at the first read, 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tokenspeed.config.sampling import SamplingParams
-from tokenspeed.scheduler.messages import Cancel, Ended, Generate, Rejected, Release, Started, Tokens
+from tokenspeed.scheduler.limits import Limits
+from tokenspeed.scheduler.messages import Cancel, Ended, Generate, Rejected, Release, Stand, Started, Tokens
 from tokenspeed.scheduler.plan import LogEntry, Plan, Sampled
-from tokenspeed.scheduler.scheduler import Limits, Scheduler
+from tokenspeed.scheduler.scheduler import Scheduler
 
 VOCABULARY = 5
 STOP = 4
@@ -136,8 +137,12 @@ class LawMachine(RuleBasedStateMachine):
         pages=st.integers(0, 12),
         rows=st.integers(0, 8),
         sequences=st.integers(1, 4),
+        junction=st.sampled_from([1, 2, 5, 1000]),
+        interval=st.sampled_from([2, 5, 1000]),
     )
-    def start(self, depth: int, size: int, chunk: int, pages: int, rows: int, sequences: int) -> None:
+    def start(
+        self, depth: int, size: int, chunk: int, pages: int, rows: int, sequences: int, junction: int, interval: int
+    ) -> None:
         context = 24
         self.limits = Limits(
             page_size=size,
@@ -150,19 +155,21 @@ class LawMachine(RuleBasedStateMachine):
             max_queue=6,
             vocab_size=VOCABULARY,
             eos_token_ids=(STOP,),
+            junction_tokens=junction,
+            checkpoint_interval=interval,
         )
         self.scheduler = Scheduler(self.limits)
         self.device = LabelDevice(self.limits)
         self.device.expected = {}
         self.flight: deque[list[Sampled]] = deque()
-        self.commands: list[Generate | Cancel | Release] = []
+        self.commands: list[Generate | Cancel | Release | Stand] = []
         self.log: list[tuple[LogEntry, bytes]] = []
         self.names = 0
         self.prompts: dict[str, tuple[str, list[int]]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.started: dict[str, Started] = {}
         self.ended: dict[str, tuple[str, list[int]]] = {}
-        self.waited: dict[str, int] = {}
+        self.standing: list[str] = []
 
     @rule(
         tenant=st.sampled_from("ab"),
@@ -172,28 +179,46 @@ class LawMachine(RuleBasedStateMachine):
         marks=st.sets(st.integers(1, 24), max_size=3),
         most=st.integers(1, 12),
         stop=st.booleans(),
+        sample=st.integers(0, 5),
+        alike=st.integers(1, 3),
     )
-    def turn(self, tenant, tokens, parent, keep, marks, most, stop) -> None:  # type: ignore[no-untyped-def]
+    def turn(self, tenant, tokens, parent, keep, marks, most, stop, sample, alike) -> None:  # type: ignore[no-untyped-def]
         candidates = [name for name, (owner, _) in self.ended.items() if owner == tenant]
         above = candidates[parent % len(candidates)] if candidates and parent > 10 else None
         base = self.ended[above][1] if above is not None else []
         cut = None if keep is None or above is None else min(keep, len(base))
         prompt = (base if cut is None else base[:cut]) + tokens
-        self.names += 1
-        name = f"t{self.names}"
-        command = Generate(
-            name,
-            tenant,
-            np.asarray(tokens, "<i4").tobytes(),
-            SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=not stop),
-            above,
-            cut,
-            tuple(sorted(mark for mark in marks if mark <= len(prompt))),
-        )
-        self.prompts[name] = (tenant, prompt)
-        self.outputs[name] = []
-        self.waited[name] = 0
-        self.commands.append(command)
+        for branch in range(alike):  # turns that begin alike, as forks do
+            self.names += 1
+            name = f"t{self.names}"
+            own = tokens + [branch] * (alike > 1)
+            command = Generate(
+                name,
+                tenant,
+                np.asarray(own, "<i4").tobytes(),
+                SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=not stop),
+                above,
+                cut,
+                tuple(sorted(mark for mark in marks if mark <= len(prompt))),
+                sample > 0,
+            )
+            self.prompts[name] = (tenant, prompt + [branch] * (alike > 1))
+            self.outputs[name] = []
+            self.commands.append(command)
+
+    @rule(which=st.integers(0, 99), off=st.integers(0, 99))
+    def stand(self, which: int, off: int) -> None:
+        """Sessions' heads, sometimes of lineages that are gone."""
+        names = [*self.prompts, None]
+        held = [*self.standing, None]
+        on, gone = names[which % len(names)], held[off % len(held)]
+        if gone is not None:
+            self.standing.remove(gone)
+        if on in self.ended:
+            self.standing.append(on)
+            self.commands.append(Stand(on, gone))
+        else:
+            self.commands.append(Stand(None, gone))
 
     @precondition(lambda self: self.outputs)
     @rule(which=st.integers(0, 99), keep=st.sampled_from(["partial", "nothing"]))
@@ -208,6 +233,7 @@ class LawMachine(RuleBasedStateMachine):
         name = names[which % len(names)]
         if not any(isinstance(command, Generate) and command.parent == name for command in self.commands):
             del self.ended[name]
+            self.standing = [other for other in self.standing if other != name]
             self.commands.append(Release([name]))
 
     @rule()
@@ -259,7 +285,8 @@ class LawMachine(RuleBasedStateMachine):
             assert event.reason != "error"
             if event.reason != "cancelled":
                 assert event.usage.reused + event.usage.computed == event.usage.prompt
-                assert (event.reason == "stop") == (output[-1] == STOP and event.reason == "stop")
+                assert event.reason != "stop" or output[-1] == STOP
+                assert (event.reason == "warmed") == (not output)
             if self.scheduler.lineages.find(event.turn, tenant) is not None:
                 self.ended[event.turn] = (tenant, prompt + output)
 
@@ -272,6 +299,21 @@ class LawMachine(RuleBasedStateMachine):
             assert lineage is not None
             assert lineage.ids().tolist() == ids
             assert self.scheduler.lineages.find(name, "ab".replace(tenant, "")) is None
+
+    @invariant()
+    def needs_are_counted(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        needed: Counter[int] = Counter()
+        wanted: Counter[int] = Counter()
+        for lineage in self.scheduler.lineages._lineages.values():
+            if lineage.node is not None and not lineage.node.removed:
+                needed.update(id(node) for node in lineage.node.path())
+            assert bool(lineage.kept) == (lineage.leads_on and bool(lineage.stands()))
+            wanted.update(id(node) for node in lineage.kept)
+        for node in self.scheduler.cache.nodes:
+            assert node.needed == needed[id(node)]
+            assert node.wanted == wanted[id(node)]
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 class Lineage:
     """A turn's prompt and kept output: the first `keep` ids of `parent`, then `own`.
 
-    `node` is the end of what was cached of it, as long as that is cached; `cached` the length that was.
+    `node` is the end of what was cached of it, as long as that is cached; `cached` the length that was; `marks` the
+    nodes at its prompt's marks. `heads`: sessions that stand on it. `children`: lineages that build on it; of these,
+    `successors` are published and unreleased. `kept`: the nodes whose states
+    a session may go on from here, while one may.
     """
 
     name: str
@@ -28,10 +31,23 @@ class Lineage:
     cached: int = 0
     released: bool = False
     children: int = 0
+    successors: int = 0
+    heads: int = 0
+    kept: list[Node] = field(default_factory=list)
+    marks: list[Node] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         return self.keep + len(self.own)
+
+    def stands(self) -> list[Node]:
+        """The nodes whose states it goes on from, once each."""
+        return list(dict.fromkeys([*self.marks, *([self.node] if self.node is not None else [])]))
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether a session may go on from here: one stands here, or nothing has followed yet."""
+        return not self.released and (self.heads > 0 or self.successors == 0)
 
     def ids(self) -> Ids:
         """All ids, oldest first."""
@@ -57,7 +73,10 @@ class LineageBook:
         return Lineage(name, tenant, parent, keep, own)
 
     def publish(self, lineage: Lineage) -> None:
+        """A finished turn's lineage can be found."""
         self._lineages[lineage.name] = lineage
+        if lineage.parent is not None:
+            lineage.parent.successors += 1
 
     def find(self, name: str, tenant: str) -> Lineage | None:
         """The lineage of that name; another tenant's is as good as missing."""
@@ -66,7 +85,8 @@ class LineageBook:
 
     def release(self, lineage: Lineage) -> None:
         """Forget a published lineage, or a draft."""
-        self._lineages.pop(lineage.name, None)
+        if self._lineages.pop(lineage.name, None) is not None and lineage.parent is not None:
+            lineage.parent.successors -= 1
         lineage.released = True
         at: Lineage | None = lineage
         while at is not None and at.released and at.children == 0:

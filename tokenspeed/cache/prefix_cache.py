@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from tokenspeed.cache.lineage import Lineage
 from tokenspeed.cache.pages import PageAllocator
 from tokenspeed.cache.recency import Recency
+from tokenspeed.cache.retention import Retention
 from tokenspeed.cache.rows import RowAllocator
 from tokenspeed.cache.tree import Found, Node, Tail, page_count
-from tokenspeed.cache.trie import Ids, Match, Trie
+from tokenspeed.cache.trie import Ids, Match, Trie, shared_length
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class PrefixCache:
         self.tails: set[Tail] = set()
         self._tries: dict[str, Trie[Node]] = {}
         self._page_order: Recency[Node] = Recency()
-        self._row_order: Recency[Node] = Recency()
+        self._retention = Retention()
         # What this tick's step will compute cannot be read by the same step: it is found from the next tick on.
         self._fresh_nodes: dict[Node, Ids] = {}
-        self._fresh_rows: set[Node] = set()
+        self._fresh_rows: dict[Node, Ids] = {}
         self._numbers = 0
 
     def turn_over(self) -> None:
@@ -60,8 +61,18 @@ class PrefixCache:
             self._use(match.beyond.holding(match.length))
         if checkpoint is not None:
             self._use(checkpoint)
-            self._row_order.touch(checkpoint, checkpoint.needed > 0)
-        return Found(match.length, match.beyond, checkpoint.end if checkpoint else 0, checkpoint)
+            self._retention.use(checkpoint)
+        kept = tuple(node for node in match.passed if node.row)
+        return Found(match.length, match.beyond, checkpoint.end if checkpoint else 0, checkpoint, kept)
+
+    def pending(self, tenant: str, ids: Ids) -> int:
+        """How many of `ids` have a state that this tick's step computes, to be found from the next tick on."""
+        ends = [
+            node.end
+            for node, known in (*self._fresh_nodes.items(), *self._fresh_rows.items())
+            if node.tenant == tenant and node.end < len(ids) and shared_length(known, ids) >= node.end
+        ]
+        return max(ends, default=0)
 
     def kept(self, tenant: str, ids: Ids) -> int:
         """How many of `ids` have their state kept. Only looks."""
@@ -127,19 +138,28 @@ class PrefixCache:
         del table[tail.start // self.page_size :]
         return table + tail.pages
 
-    def checkpoint(self, tail: Tail, ids: Ids) -> int | None:
-        """A row of the tail's reserve for the state after `ids`, which its sequence is about to compute; None if that
-        state is kept already."""
+    def checkpoint(self, tail: Tail, ids: Ids, shared: bool) -> tuple[Node, int | None]:
+        """A node after `ids`, and a row of the tail's reserve for the state there, which its sequence is about to
+        compute; None if that state is kept already. `shared`: see `Node`."""
         row = tail.reserve[-1]
         node, new = self._keep(tail, ids, row)
+        if new:
+            node.shared = shared
         if node.row != row:
-            return None
+            return node, None
         tail.reserve.pop()
         if new:
             self._fresh_nodes[node] = ids
         else:
-            self._fresh_rows.add(node)
-        return row
+            self._fresh_rows[node] = ids
+        return node, row
+
+    def reserve(self, tail: Tail) -> bool:
+        """One more row for a checkpoint of the tail, if one is free."""
+        if self.rows.free:
+            tail.reserve.append(self.rows.allocate())
+            return True
+        return False
 
     def settle(self, tail: Tail) -> None:
         """The tail's prompt is through: give back what is left of its reserve."""
@@ -179,7 +199,7 @@ class PrefixCache:
             return self._add(tail.tenant, tail.parent.holding(end), end, end, pages, row), True
         if not node.row:
             node.row = row
-            self._row_order.touch(node, node.needed > 0)
+            self._retention.use(node)
         return node, False
 
     def abandon(self, tail: Tail) -> None:
@@ -219,7 +239,7 @@ class PrefixCache:
         self.nodes.add(node)
         self._use(node)
         if row:
-            self._row_order.touch(node, False)
+            self._retention.use(node)
         return node
 
     def _index(self, node: Node, ids: Ids) -> None:
@@ -234,15 +254,26 @@ class PrefixCache:
 
     def leave(self, lineage: Lineage) -> None:
         """`lineage` was released."""
+        self.keep(lineage, False)
         if lineage.node is not None and not lineage.node.removed:
             self._need(lineage.node, -1)
         lineage.node = None
+
+    def keep(self, lineage: Lineage, wanted: bool) -> None:
+        """Whether a session may go on from `lineage`: then the states at its end and its marks go last."""
+        for node in lineage.kept:
+            node.wanted -= 1
+            self._retention.review(node)
+        lineage.kept = lineage.stands() if wanted else []
+        for node in lineage.kept:
+            node.wanted += 1
+            self._retention.review(node)
 
     def _need(self, node: Node, by: int) -> None:
         for at in reversed(node.path()):
             at.needed += by
             self._page_order.regard(at, at.needed > 0)
-            self._row_order.regard(at, at.needed > 0)
+            self._retention.review(at)
 
     def _use(self, node: Node) -> None:
         # A node before its ancestors, so that leaves go first.
@@ -253,25 +284,29 @@ class PrefixCache:
 
     def make_room(self, pages: int, rows: int, spare: Node | None = None) -> None:
         """Evict until `pages` and `rows` will be free in the next tick, or nothing more can go. `spare` goes last."""
-        for node in self._row_order:
-            if rows <= self.rows.free_soon:
+        while rows > self.rows.free_soon:
+            first = self._retention.next(spare)
+            if first is None:
                 break
-            if node is not spare:
-                self._drop_row(node)
-        if rows > self.rows.free_soon and spare is not None and spare.row:
-            self._drop_row(spare)
-        gone = True
-        while pages > self.pages.free_soon and gone:
-            gone = False
-            for node in self._page_order:
-                if pages <= self.pages.free_soon:
-                    break
-                if node is not spare and self._trimmable(node):
+            self._drop_row(first)
+        while pages > self.pages.free_soon:
+            victims = self._victims(pages - self.pages.free_soon, spare)
+            if not victims:
+                break
+            for node in victims:
+                if self._trimmable(node):
                     self._trim(node)
-                    gone = True
-            if not gone and spare is not None and self._trimmable(spare):
-                self._trim(spare)
-                gone = True
+
+    def _victims(self, pages: int, spare: Node | None) -> list[Node]:
+        """The first nodes in the order of eviction that free about so many pages; `spare` only if it is the last."""
+        victims: list[Node] = []
+        for node in self._page_order:
+            if node is not spare and self._trimmable(node):
+                victims.append(node)
+                pages -= max(1, sum(len(self.pages.holders(page)) == 1 for page in node.pages))
+                if pages <= 0:
+                    return victims
+        return victims or ([spare] if spare is not None and self._trimmable(spare) else [])
 
     def _kept_pages(self, node: Node) -> int:
         """How many of the node's pages what begins on it needs."""
@@ -321,7 +356,7 @@ class PrefixCache:
     def _drop_row(self, node: Node) -> None:
         self.rows.release(node.row)
         node.row = 0
-        self._row_order.forget(node)
+        self._retention.forget(node)
 
     def evict_all(self) -> None:
         """Drop everything that no tail grows from."""

@@ -30,6 +30,8 @@ class Node:
         row: the state at `end`; 0 if it was dropped.
         children, tails: what begins on this node; it keeps its pages up to where they begin.
         needed: unreleased lineages that end at or below it.
+        wanted: lineages that a session stands on and would go on from this very state.
+        shared: the state stands where prompts part, or inside a long one, rather than at a turn's end or mark.
         husk: its end was trimmed; it only carries its children.
     """
 
@@ -43,6 +45,8 @@ class Node:
     children: set[Node] = field(default_factory=set)
     tails: set[Tail] = field(default_factory=set)
     needed: int = 0
+    wanted: int = 0
+    shared: bool = False
     husk: bool = False
     removed: bool = False
 
@@ -99,12 +103,13 @@ class Tail:
 @dataclass(frozen=True)
 class Found:
     """What of a prompt is cached: KV for `kv` tokens, on the path of `beyond`; a state for `state` tokens, in the row
-    of `checkpoint` (None: start from nothing)."""
+    of `checkpoint` (None: start from nothing). `passed`: all nodes on the way whose state is kept, shortest first."""
 
     kv: int
     beyond: Node | None
     state: int
     checkpoint: Node | None
+    passed: tuple[Node, ...] = ()
 
 
 NOTHING = Found(kv=0, beyond=None, state=0, checkpoint=None)

@@ -28,6 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_queue: turns waiting; one more is refused with `queue_full`.
         prefix_cache: reuse what is cached of a prompt; without it every turn computes its whole prompt.
         forced_tokens: allow turns that say which ids their output begins with (`SamplingParams.forced_token_ids`).
+        junction_tokens: where a prompt shares so many tokens or more beyond the last state kept of them, one is kept
+            at the point where they part; and a turn waits for another that is just computing them.
+        checkpoint_interval: in a long prompt, a state is kept every so many tokens as long as rows are free.
         seed: of dummy weights.
         threads: CPU threads of torch; 0 leaves torch's choice.
     """
@@ -47,5 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_queue: int = 256
     prefix_cache: bool = True
     forced_tokens: bool = False
+    junction_tokens: int = 1024
+    checkpoint_interval: int = 8192
     seed: int = 0
     threads: int = 0

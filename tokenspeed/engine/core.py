@@ -22,8 +22,9 @@ from tokenspeed.kernels.registry import select
 from tokenspeed.models.loading import load_model
 from tokenspeed.models.qwen35 import cache_geometry
 from tokenspeed.models.repository import resolve
+from tokenspeed.scheduler.limits import Limits
 from tokenspeed.scheduler.plan import LogEntry, Plan
-from tokenspeed.scheduler.scheduler import Limits, Scheduler
+from tokenspeed.scheduler.scheduler import Scheduler
 
 Progress = Callable[[int, int], None]
 """(tensors loaded, tensors in all)"""
@@ -70,6 +71,8 @@ class EngineCore:
             eos_token_ids=shape.eos_ids,
             prefix_cache=config.prefix_cache,
             forced_tokens=config.forced_tokens,
+            junction_tokens=config.junction_tokens,
+            checkpoint_interval=config.checkpoint_interval,
         )
         self.scheduler = Scheduler(self.limits, token_bytes(path))
         pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)

@@ -8,7 +8,7 @@ import torch
 
 from tokenspeed.cache.pools import CacheGeometry
 from tokenspeed.config.engine import Dtype, EngineConfig
-from tokenspeed.scheduler.scheduler import MAX_MARKS
+from tokenspeed.scheduler.limits import MAX_MARKS
 
 DEFAULT_CACHE_BYTES = 1 << 30
 ROW_SHARE = 0.25

@@ -27,6 +27,7 @@ from tokenspeed.engine.messages import (
     Generate,
     Rejected,
     Release,
+    Stand,
 )
 from tokenspeed.engine.wire import (
     AskResidency,
@@ -191,6 +192,9 @@ class ProcessEngine:
 
     def cancel(self, command: Cancel) -> None:
         self._post(command)
+
+    def stand(self, on: str | None, off: str | None) -> None:
+        self._post(Stand(on, off))
 
     def release(self, turns: list[str]) -> None:
         if turns:

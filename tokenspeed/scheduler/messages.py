@@ -50,7 +50,15 @@ class Release(msgspec.Struct, tag="release"):
     turns: list[str]
 
 
-EngineCommand = Generate | Cancel | Release
+class Stand(msgspec.Struct, tag="stand"):
+    """A session's head moved to lineage `on` and from lineage `off` (None: it opened, closed, or stands at the start).
+    Where sessions stand, states are kept longest. Unknown lineages are passed over."""
+
+    on: str | None = None
+    off: str | None = None
+
+
+EngineCommand = Generate | Cancel | Release | Stand
 
 MissReason = Literal["evicted", "off"]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tokenspeed.cache.lineage import Lineage, LineageBook
 from tokenspeed.cache.prefix_cache import PrefixCache
-from tokenspeed.cache.tree import NOTHING, Tail
+from tokenspeed.cache.tree import NOTHING, Found, Tail
+from tokenspeed.cache.trie import Ids, shared_length
+from tokenspeed.scheduler.limits import Limits
 from tokenspeed.scheduler.messages import (
     Cancel,
     Ended,
@@ -23,44 +24,16 @@ from tokenspeed.scheduler.messages import (
     Generate,
     MissReason,
     Progress,
-    Rejected,
+    Stand,
     Started,
     Tokens,
 )
 from tokenspeed.scheduler.plan import Admit, LogEntry, Plan, Prefill, Sampled
+from tokenspeed.scheduler.refusals import refusal
 from tokenspeed.scheduler.stopping import StopStrings
 from tokenspeed.scheduler.turns import Decoding, Prefilling, Queued, Running, State, Turn
 
-MAX_MARKS = 4
 PROGRESS_EVERY_S = 1.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the scheduler works within. `depth`: steps whose results are not read yet when a step is planned.
-    `prefix_cache`: whether prompts reuse what is cached. `forced_tokens`: whether turns may force their output."""
-
-    page_size: int
-    pages: int
-    rows: int
-    max_sequences: int
-    prefill_chunk: int
-    depth: int
-    max_context: int
-    max_queue: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    prefix_cache: bool = True
-    forced_tokens: bool = False
-
-    def check(self) -> None:
-        """Raise ValueError where one turn alone would not fit."""
-        pages = -(-self.max_context // self.page_size) + 1
-        if pages > self.pages - 1:
-            raise ValueError(f"a context of {self.max_context} tokens needs {pages} pages; there are {self.pages - 1}")
-        rows = self.depth + 1 + MAX_MARKS
-        if rows > self.rows - 1:
-            raise ValueError(f"one turn needs {rows} state rows; there are {self.rows - 1}")
 
 
 class Scheduler:
@@ -111,6 +84,9 @@ class Scheduler:
                 self._generate(command)
             elif isinstance(command, Cancel):
                 self._cancel(command)
+            elif isinstance(command, Stand):
+                self._stand(command.on, 1)
+                self._stand(command.off, -1)
             else:
                 for name in command.turns:
                     self._release(name)
@@ -158,11 +134,12 @@ class Scheduler:
     # ------------------------------------------------------------------ commands
 
     def _generate(self, command: Generate) -> None:
-        rejected = self._refusal(command)
+        taken = command.turn in self._turns or command.turn in self.lineages
+        parent = self.lineages.find(command.parent, command.tenant) if command.parent is not None else None
+        rejected = refusal(command, parent, self.limits, taken, len(self.queue), bool(self._token_bytes))
         if rejected is not None:
             self._emit(rejected)
             return
-        parent = self.lineages.find(command.parent, command.tenant) if command.parent is not None else None
         keep = 0 if parent is None else parent.length if command.keep is None else command.keep
         own = np.frombuffer(command.tokens, "<i4").astype(np.int32)
         lineage = self.lineages.draft(command.turn, command.tenant, parent, keep, own)
@@ -189,57 +166,6 @@ class Scheduler:
         self.queue.append(turn)
         self._turns[turn.name] = Queued(turn)
 
-    def _refusal(self, command: Generate) -> Rejected | None:
-        def bad(message: str) -> Rejected:
-            return Rejected(command.turn, "bad_request", message)
-
-        if command.turn in self._turns or command.turn in self.lineages:
-            return bad(f"turn {command.turn!r} exists already")
-        length, keep = 0, 0
-        if command.parent is not None:
-            parent = self.lineages.find(command.parent, command.tenant)
-            if parent is None:
-                return Rejected(command.turn, "unknown_lineage", f"no lineage {command.parent!r}")
-            length = parent.length
-            keep = length if command.keep is None else command.keep
-        elif command.keep is not None:
-            return bad("keep needs a parent")
-        if not 0 <= keep <= length:
-            return bad(f"keep is {keep}; the parent has {length} ids")
-        if len(command.tokens) % 4:
-            return bad(f"tokens holds {len(command.tokens)} bytes, which is no number of int32 ids")
-        own = np.frombuffer(command.tokens, "<i4")
-        if len(own) and not 0 <= own.min() <= own.max() < self.limits.vocab_size:
-            return bad(f"token ids must be in 0 … {self.limits.vocab_size - 1}; got {own.min()} … {own.max()}")
-        total = keep + len(own)
-        if total == 0:
-            return bad("the prompt is empty")
-        if total >= self.limits.max_context:
-            return Rejected(
-                command.turn,
-                "context_length_exceeded",
-                f"maximum context length is {self.limits.max_context} tokens, but the prompt has {total} and at least "
-                "one more is needed for the output",
-            )
-        marks = command.marks
-        if len(marks) > MAX_MARKS or list(marks) != sorted(set(marks)) or not all(0 < mark <= total for mark in marks):
-            return bad(f"marks must be at most {MAX_MARKS} ascending lengths in 1 … {total}; got {list(marks)}")
-        try:
-            command.sampling.check()
-        except ValueError as error:
-            return bad(str(error))
-        if command.sampling.stop and not self._token_bytes:
-            return bad("stop strings need the model's tokenizer, which its directory does not have")
-        forced = command.sampling.forced_token_ids
-        if forced and not self.limits.forced_tokens:
-            return bad("forced_token_ids are not allowed by this engine's configuration")
-        for name, tokens in (("forced_token_ids", forced), ("logit_bias", [t for t, _ in command.sampling.logit_bias])):
-            if not all(0 <= token < self.limits.vocab_size for token in tokens):
-                return bad(f"{name} must be of ids in 0 … {self.limits.vocab_size - 1}")
-        if len(self.queue) >= self.limits.max_queue:
-            return Rejected(command.turn, "queue_full", f"{len(self.queue)} turns are waiting; no more are taken")
-        return None
-
     def _cancel(self, command: Cancel) -> None:
         state = self._turns.get(command.turn)
         if state is not None:
@@ -248,8 +174,21 @@ class Scheduler:
     def _release(self, name: str) -> None:
         lineage = self.lineages.named(name)
         if lineage is not None:
+            parent = lineage.parent
             self.cache.leave(lineage)
             self.lineages.release(lineage)
+            self._review(parent)
+
+    def _stand(self, name: str | None, by: int) -> None:
+        lineage = self.lineages.named(name) if name is not None else None
+        if lineage is not None:
+            lineage.heads += by
+            self._review(lineage)
+
+    def _review(self, lineage: Lineage | None) -> None:
+        """Keep a lineage's states for a session to go on from, or no longer."""
+        if lineage is not None and self.lineages.named(lineage.name) is lineage:
+            self.cache.keep(lineage, lineage.leads_on)
 
     # ------------------------------------------------------------------ endings
 
@@ -262,6 +201,8 @@ class Scheduler:
             turn.lineage.own = np.concatenate([turn.lineage.own, np.asarray(turn.outputs, np.int32)])
             self._vacate(state, turn.lineage)
             self.lineages.publish(turn.lineage)
+            self._review(turn.lineage)
+            self._review(turn.lineage.parent)
         self._close_turn(turn, reason)
 
     def _fail(self, state: Running, message: str) -> None:
@@ -320,19 +261,52 @@ class Scheduler:
 
     def _prefill(self) -> None:
         budget = self.limits.prefill_chunk
+        # Before the prefills under way go on: none may pass the point where a waiting turn parts from it.
+        for turn in self.queue:
+            self._wait_for_another(turn, self._find(turn))
         for state in list(self.running.values()):
             if isinstance(state, Prefilling) and state not in self._warmed and budget > 0:
                 budget -= self._chunk(state, budget)
-        while self.queue and self._places and budget > 0:
-            admitted = self._admit(self.queue[0])
-            if admitted is None:
+        for turn in list(self.queue):
+            if not self._places or budget <= 0:
                 return
-            self.queue.popleft()
+            found = self._find(turn)
+            if self._wait_for_another(turn, found):
+                continue
+            admitted = self._admit(turn, found)
+            if admitted is None:
+                return  # memory is short for this one: those behind it wait too
+            self.queue.remove(turn)
             budget -= self._chunk(admitted, budget)
 
-    def _admit(self, turn: Turn) -> Prefilling | None:
+    def _find(self, turn: Turn) -> Found:
+        return self.cache.find(turn.tenant, turn.all_ids()) if self.limits.prefix_cache else NOTHING
+
+    def _wait_for_another(self, turn: Turn, found: Found) -> bool:
+        """Whether a prefill under way computes a good part of this prompt; then it leaves a state where they part, and
+        the turn takes up there. So N turns that begin alike have what they share computed once."""
+        if not self.limits.prefix_cache:
+            return False
         ids = turn.all_ids()
-        found = self.cache.find(turn.tenant, ids) if self.limits.prefix_cache else NOTHING
+        if self.cache.pending(turn.tenant, ids) - found.state >= self.limits.junction_tokens:
+            return True
+        for state in self.running.values():
+            if not isinstance(state, Prefilling) or state.turn.tenant != turn.tenant:
+                continue
+            shared = min(shared_length(ids, state.ids), len(ids) - 1)
+            known = [mark for mark in state.marks if found.state + self.limits.junction_tokens <= mark <= shared]
+            if known and shared - known[-1] < self.limits.junction_tokens:
+                return True
+            if shared <= state.done or shared - found.state < self.limits.junction_tokens:
+                continue
+            if self.cache.reserve(state.tail):
+                state.marks = sorted([*state.marks, shared])
+                state.junctions.add(shared)
+                return True
+        return False
+
+    def _admit(self, turn: Turn, found: Found) -> Prefilling | None:
+        ids = turn.all_ids()
         marks = [mark for mark in turn.marks if mark > found.state]
         opening = self.cache.open(turn.tenant, found, len(ids) + 1, self.limits.depth + 1, len(marks))
         if opening is None:
@@ -342,7 +316,10 @@ class Scheduler:
         self._runs += 1
         tail, place = opening.tail, self._places.pop()
         row = found.checkpoint.row if found.checkpoint is not None else 0
-        state = Prefilling(turn, self._runs, place, tail, ids, found.state, row, marks, found.kv)
+        junctions = {mark for mark in self._further_marks(ids, found, marks) if self.cache.reserve(tail)}
+        marks = sorted({*marks, *junctions})
+        turn.lineage.marks = [node for node in found.passed if node.end in turn.marks and node.end <= found.state]
+        state = Prefilling(turn, self._runs, place, tail, ids, found.state, row, marks, junctions, found.kv)
         self.running[state.run] = self._turns[turn.name] = state
         stop_ids = sorted(turn.stop_ids)
         self._plan.admits.append(Admit(place, state.run, list(tail.ring), turn.limit, stop_ids, turn.choice()))
@@ -357,6 +334,16 @@ class Scheduler:
             self._emit(Started(turn.name, len(ids), found.state, len(ids) - found.state, reason))
         return state
 
+    def _further_marks(self, ids: Ids, found: Found, marks: list[int]) -> list[int]:
+        """Where more states are worth a row, if there is one: where this prompt parts from what is cached, and at
+        intervals. The most useful first."""
+        limits = self.limits
+        last = len(ids)
+        further = [found.kv] if found.kv < last and found.kv - found.state >= limits.junction_tokens else []
+        first = (found.state // limits.checkpoint_interval + 1) * limits.checkpoint_interval
+        further += range(first, last, limits.checkpoint_interval)
+        return [mark for mark in further if mark not in marks]
+
     def _chunk(self, state: Prefilling, budget: int) -> int:
         """Plan the next tokens of a prompt; returns how many."""
         turn, tail, start = state.turn, state.tail, state.done
@@ -364,7 +351,9 @@ class Scheduler:
         stores: list[tuple[int, int]] = []
         while state.marks and state.marks[0] <= end:
             mark = state.marks.pop(0)
-            row = self.cache.checkpoint(tail, state.ids[:mark])
+            node, row = self.cache.checkpoint(tail, state.ids[:mark], shared=mark in state.junctions)
+            if mark in turn.marks:
+                turn.lineage.marks.append(node)
             if row is not None:
                 stores.append((mark - start, row))
         last = end == len(state.ids)

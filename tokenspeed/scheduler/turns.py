@@ -107,7 +107,7 @@ class Queued:
 @dataclass(eq=False)
 class Prefilling:
     """`ids` [0, done) have been sent to the device; before the first chunk `row` is the checkpoint's, afterwards the
-    ring's first."""
+    ring's first. `marks`: positions ahead whose state is kept, `junctions` those that the scheduler chose."""
 
     turn: Turn
     run: int
@@ -117,6 +117,7 @@ class Prefilling:
     done: int
     row: int
     marks: list[int]
+    junctions: set[int]
     write_from: int
 
     def sealed(self) -> tuple[int, int]:
