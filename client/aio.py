@@ -13,6 +13,7 @@ import httpx
 from tokenspeed.client.address import Address
 from tokenspeed.client.aio_link import AsyncLink
 from tokenspeed.client.loop import DEFAULT_MAX_STEPS, ToolLoop
+from tokenspeed.client.protocol.codec import Encoding
 from tokenspeed.client.protocol.commands import (
     ReasoningRule,
     Sampling,
@@ -45,8 +46,10 @@ from tokenspeed.client.turns import Delta, Turn
 class AsyncClient:
     """`Client` for one asyncio event loop: the same names, arguments and errors. Tools may be async functions."""
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
-        self._address = Address.of(base_url, api_key)
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, encoding: Encoding = "msgpack"
+    ) -> None:
+        self._address = Address.of(base_url, api_key, encoding)
         self._link = AsyncLink(self._address)
 
     @property

@@ -13,7 +13,6 @@ from tokenspeed.client.address import Address
 from tokenspeed.client.core import Core
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
 from tokenspeed.client.link import refusal
-from tokenspeed.client.protocol.codec import SUBPROTOCOL_JSON
 from tokenspeed.client.protocol.commands import Command, TurnCancel, TurnCreate
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply
@@ -98,7 +97,7 @@ class AsyncLink:
     async def _connected(self) -> tuple[Core, ClientConnection]:
         async with self._connecting:
             if self._core is None or self._socket is None or self._core.failure is not None:
-                core = Core(self._address.websocket_url)
+                core = Core(self._address.websocket_url, self._address.codec)
                 self._socket = await _open(self._address)
                 self._core = core
                 self._reader = asyncio.create_task(self._read(core, self._socket))
@@ -141,7 +140,7 @@ async def _open(address: Address) -> ClientConnection:
     try:
         return await connect(
             url,
-            subprotocols=[Subprotocol(SUBPROTOCOL_JSON)],
+            subprotocols=[Subprotocol(address.codec.subprotocol)],
             additional_headers=address.headers,
             compression=None,
             max_size=None,

@@ -12,6 +12,7 @@ import httpx
 from tokenspeed.client.address import Address
 from tokenspeed.client.link import Link
 from tokenspeed.client.loop import DEFAULT_MAX_STEPS, ToolLoop
+from tokenspeed.client.protocol.codec import Encoding
 from tokenspeed.client.protocol.commands import (
     ReasoningRule,
     Sampling,
@@ -47,13 +48,16 @@ class Client:
     Args:
         base_url: the server's URL; else TOKENSPEED_BASE_URL, else http://localhost:8000.
         api_key: the key to it; else TOKENSPEED_API_KEY, else none.
+        encoding: the form of the websocket's frames: `msgpack`, or `json`, which people can read.
 
     Every method that talks to the server raises `SessionError` if the server refuses and `ConnectionFailed` (a
     `ConnectionError`) if it cannot be reached.
     """
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
-        self._address = Address.of(base_url, api_key)
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, encoding: Encoding = "msgpack"
+    ) -> None:
+        self._address = Address.of(base_url, api_key, encoding)
         self._link = Link(self._address)
 
     @property

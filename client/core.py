@@ -11,7 +11,7 @@ import itertools
 import msgspec
 
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
-from tokenspeed.client.protocol.codec import decode_messages, encode
+from tokenspeed.client.protocol.codec import Codec
 from tokenspeed.client.protocol.commands import Command, TurnCreate
 from tokenspeed.client.protocol.errors import ERROR_RULES, SessionError
 from tokenspeed.client.protocol.events import ErrorEvent, Reply, ServerMessage, TurnEnded, TurnEvent
@@ -28,8 +28,9 @@ class Core:
     its later events are dropped.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, codec: Codec) -> None:
         self.url = url
+        self._codec = codec
         self.failure: Exception | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[str, Command] = {}
@@ -39,13 +40,14 @@ class Core:
         self._abandoned: set[str] = set()
         self._fault: SessionError | None = None
 
-    def submit(self, command: Command) -> str:
+    def submit(self, command: Command) -> str | bytes:
         """Give `command` its id and return the frame to send. Raises what the connection ended with, if it ended."""
         if self.failure is not None:
             raise self.failure
         command.id = f"c{next(self._ids)}"
+        frame = self._codec.encode(command)
         self._waiting[command.id] = command
-        return encode(command)
+        return frame
 
     def answered(self, command: str) -> bool:
         return command in self._answers
@@ -92,7 +94,7 @@ class Core:
             ProtocolError: the frame cannot be read; the connection is of no more use.
         """
         try:
-            messages = decode_messages(frame)
+            messages = self._codec.messages(frame)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{self.url}: unreadable frame: {error}") from error
         news: list[str] = []

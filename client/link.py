@@ -12,7 +12,6 @@ from websockets.typing import Subprotocol
 from tokenspeed.client.address import Address
 from tokenspeed.client.core import Core
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
-from tokenspeed.client.protocol.codec import SUBPROTOCOL_JSON
 from tokenspeed.client.protocol.commands import Command, TurnCancel, TurnCreate
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply
@@ -89,7 +88,7 @@ class Link:
     def _connected(self) -> tuple[Core, ClientConnection]:
         if self._core is not None and self._socket is not None and self._core.failure is None:
             return self._core, self._socket
-        core = Core(self._address.websocket_url)
+        core = Core(self._address.websocket_url, self._address.codec)
         socket = _open(self._address)
         self._core, self._socket = core, socket
         threading.Thread(target=self._read, args=(core, socket), name="tokenspeed-reader", daemon=True).start()
@@ -119,7 +118,7 @@ def _open(address: Address) -> ClientConnection:
     try:
         connection = connect(
             url,
-            subprotocols=[Subprotocol(SUBPROTOCOL_JSON)],
+            subprotocols=[Subprotocol(address.codec.subprotocol)],
             additional_headers=address.headers,
             compression=None,
             max_size=None,

@@ -1,4 +1,4 @@
-"""The HTTP application: the websocket of sessions, health and metrics."""
+"""The HTTP application: the websocket of sessions, its mirror in plain requests, health and metrics."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
-from litestar import Litestar, MediaType, Request, Response, WebSocket, get, websocket
-from litestar.exceptions import HTTPException, WebSocketDisconnect
+from litestar import Litestar, MediaType, Response, WebSocket, get, websocket
+from litestar.connection import ASGIConnection
+from litestar.exceptions import WebSocketDisconnect
 
-from tokenspeed.client.protocol.codec import SESSIONS_PATH, SUBPROTOCOL_JSON, encode
-from tokenspeed.client.protocol.errors import SessionError, error_body
+from tokenspeed.client.protocol.codec import CODECS, JSON, SESSIONS_PATH
+from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.engine.client import EngineClient, EngineGone
 from tokenspeed.server.access import ApiKeys, check_origin
+from tokenspeed.server.answers import EXCEPTION_HANDLERS
 from tokenspeed.server.connection import Connection, Host, Limits
+from tokenspeed.server.exchange import Exchanges
 from tokenspeed.server.frames import error_event
 from tokenspeed.server.metrics import CONTENT_TYPE, Metrics
+from tokenspeed.server.openapi import document
+from tokenspeed.server.rest import Mirror
 
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 2.0
-_CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
 
 class Live(msgspec.Struct):
@@ -56,30 +60,47 @@ class Service:
         self._origins = origins
         self._channels = itertools.count(1)
         self._connections: set[Connection] = set()
+        self._exchanges = Exchanges(host, self.metrics)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self._limits.max_frame_bytes
+
+    def mirror(self) -> Mirror:
+        """The requests that do what the websocket does."""
+        return Mirror(self._exchanges, self.admit, self.max_body_bytes)
+
+    def admit(self, connection: ASGIConnection[Any, Any, Any, Any]) -> str:
+        """The tenant of a request or a websocket. Raises SessionError (`unauthorized`) if it is not let in."""
+        headers = connection.headers
+        check_origin(headers.get("origin"), headers.get("host"), self._origins, local_only=not self._keys)
+        return self._keys.tenant(headers.get("authorization"))
 
     async def connect(self, socket: WebSocket[Any, Any, Any]) -> None:
         """Serve one websocket. A refusal accepts it first, so that the client reads why, then closes it with 4000 +
         the error's HTTP status.
 
-        A client that offers no subprotocol speaks JSON; one that offers only others is refused (4400).
+        Of several subprotocols the first that is known is spoken. A client that offers none speaks JSON; one that
+        offers only others is refused (4400), in JSON.
         """
         offered = [name.strip() for name in socket.headers.get("sec-websocket-protocol", "").split(",") if name]
-        await socket.accept(subprotocols=SUBPROTOCOL_JSON if SUBPROTOCOL_JSON in offered else None)
+        known = {codec.subprotocol: codec for codec in CODECS.values()}
+        chosen = next((known[name] for name in offered if name in known), None)
+        codec = chosen or JSON
+        await socket.accept(subprotocols=chosen.subprotocol if chosen else None)
+        accepted = AcceptedSocket(socket)
         try:
-            check_origin(
-                socket.headers.get("origin"), socket.headers.get("host"), self._origins, local_only=not self._keys
-            )
-            tenant = self._keys.tenant(socket.headers.get("authorization"))
-            if offered and SUBPROTOCOL_JSON not in offered:
-                raise SessionError("bad_request", f"the subprotocol is {SUBPROTOCOL_JSON}, not {', '.join(offered)}")
+            tenant = self.admit(socket)
+            if offered and chosen is None:
+                raise SessionError("bad_request", f"the subprotocols are {', '.join(known)}, not {', '.join(offered)}")
         except SessionError as error:
-            await socket.send_text(encode(error_event(error)))
-            await socket.close(4000 + error.status, _short(error.message))
+            await accepted.send(codec.encode(error_event(error)))
+            await accepted.close(4000 + error.status, _short(error.message))
             return
-        connection = Connection(self._host, self.metrics, self._limits, tenant, f"ws{next(self._channels)}")
+        connection = Connection(self._host, self.metrics, self._limits, codec, tenant, f"ws{next(self._channels)}")
         self._connections.add(connection)
         try:
-            await connection.serve(AcceptedSocket(socket))
+            await connection.serve(accepted)
         finally:
             self._connections.discard(connection)
 
@@ -96,7 +117,8 @@ class Service:
         return Ready(self._engine.info.model)
 
     async def drain(self) -> None:
-        """Close every connection (1001): the server is ending."""
+        """Close every connection (1001) and answer every request: the server is ending."""
+        await self._exchanges.leave()
         connections = list(self._connections)
         for connection in connections:
             connection.leave()
@@ -121,8 +143,11 @@ class AcceptedSocket:
         text: str | None = message.get("text")
         return text if text is not None else bytes(message.get("bytes") or b"")
 
-    async def send(self, frame: str) -> None:
-        await self._socket.send_text(frame)
+    async def send(self, frame: str | bytes) -> None:
+        if isinstance(frame, str):
+            await self._socket.send_text(frame)
+        else:
+            await self._socket.send_bytes(frame)
 
     async def close(self, code: int, reason: str) -> None:
         await self._socket.close(code, reason)
@@ -152,40 +177,19 @@ def create_app(service: Service) -> Litestar:
             log.warning("metrics without the engine's: %s", error)
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
+    described = msgspec.json.encode(document())
+
+    @get("/openapi.json", sync_to_thread=False)
+    def openapi() -> Response[bytes]:
+        return Response(described, media_type=MediaType.JSON)
+
     return Litestar(
-        [sessions, live, ready, metrics],
-        exception_handlers={
-            SessionError: _session_error,
-            HTTPException: _http_error,
-            Exception: _internal_error,
-        },
+        [sessions, live, ready, metrics, openapi, *service.mirror().routes()],
+        exception_handlers=EXCEPTION_HANDLERS,
+        request_max_body_size=service.max_body_bytes,
         openapi_config=None,
         logging_config=None,
     )
-
-
-def _session_error(_: Request[Any, Any, Any], error: SessionError) -> Response[bytes]:
-    headers = {"retry-after": str(-(-error.retry_after_ms // 1000))} if error.retry_after_ms is not None else {}
-    if error.status == 409:
-        headers["x-should-retry"] = "false"
-    return Response(
-        msgspec.json.encode(error_body(error)),
-        status_code=error.status,
-        media_type=MediaType.JSON,
-        headers=headers,
-    )
-
-
-def _http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    answer = _session_error(request, SessionError(_CODES.get(error.status_code, "bad_request"), error.detail))
-    answer.status_code = error.status_code
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-def _internal_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    log.error("%s failed", request.url.path, exc_info=error)
-    return _session_error(request, SessionError("engine_error", "the server failed; its log says why"))
 
 
 def _short(reason: str) -> str:

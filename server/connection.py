@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from tokenspeed.client.protocol.codec import encode
-from tokenspeed.client.protocol.commands import Command, SessionList, SessionOpen, TurnCancel, TurnCreate
+from tokenspeed.client.protocol.codec import Codec
+from tokenspeed.client.protocol.commands import (
+    Command,
+    SessionList,
+    SessionOpen,
+    SessionRegenerate,
+    TurnCancel,
+    TurnCreate,
+    TurnGet,
+)
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import ErrorEvent, Reply, ServerMessage, TurnEnded, TurnEvent
 from tokenspeed.engine.client import EngineGone
 from tokenspeed.server.frames import error_event, read_frame
 from tokenspeed.server.metrics import Metrics
+from tokenspeed.server.operations import sessions_of, turns_of
 
 log = logging.getLogger(__name__)
+
+_LONG_FRAME = 65_536
+"""Bytes, or characters, from which a frame is checked and decoded on a thread: the event loop does not wait for it."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +63,7 @@ class Socket(Protocol):
         """The next message; None once the other side is gone."""
         ...
 
-    async def send(self, frame: str) -> None:
+    async def send(self, frame: str | bytes) -> None:
         """Raises OSError once the other side is gone."""
         ...
 
@@ -68,10 +80,11 @@ class Connection:
     When the client goes, its turns go on: their events are taken, and counted, until the last has ended.
     """
 
-    def __init__(self, host: Host, metrics: Metrics, limits: Limits, tenant: str, channel: str) -> None:
+    def __init__(self, host: Host, metrics: Metrics, limits: Limits, codec: Codec, tenant: str, channel: str) -> None:
         self._host = host
         self._metrics = metrics
         self._limits = limits
+        self._codec = codec
         self._tenant = tenant
         self._channel = channel
         self._socket: Socket | None = None
@@ -144,7 +157,7 @@ class Connection:
 
     async def _read(self, socket: Socket) -> None:
         while (frame := await socket.receive()) is not None:
-            for command in read_frame(frame, self._limits.max_frame_bytes):
+            for command in await self._commands(frame):
                 if isinstance(command, ErrorEvent):
                     self._send(command)
                     continue
@@ -152,6 +165,12 @@ class Connection:
                 await self._caught_up.wait()
                 await self._places.acquire()
                 self._begin(command)
+
+    async def _commands(self, frame: str | bytes) -> list[Command | ErrorEvent]:
+        given = (self._codec, frame, self._limits.max_frame_bytes)
+        if len(frame) < _LONG_FRAME:
+            return read_frame(*given)
+        return await asyncio.to_thread(read_frame, *given)
 
     def _begin(self, command: Command) -> None:
         lane = self._lane(command)
@@ -171,22 +190,21 @@ class Connection:
 
     def _lane(self, command: Command) -> str | None:
         """The session in whose order the command is carried out."""
-        if isinstance(command, SessionOpen | SessionList):
+        if isinstance(command, SessionOpen | SessionList | TurnGet):
             return None
         return self._running.get(command.turn) if isinstance(command, TurnCancel) else command.session
 
     async def _carry_out(self, command: Command, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
-        creates = isinstance(command, TurnCreate)
+        creates = isinstance(command, TurnCreate | SessionRegenerate)
         self._creating += creates
         try:
             reply = await self._host.request(self._tenant, command, self._channel)
             self._metrics.answered(command, reply)
             self._send(reply)
-            if isinstance(command, TurnCreate) and reply.turn is not None:
-                self._running[reply.turn] = command.session
-                self._idle.clear()
+            if isinstance(command, TurnCreate | SessionRegenerate):
+                self._follow(turns_of(reply), [session.id for session in sessions_of(reply)] or [command.session])
         except SessionError as error:
             self._send(error_event(error, command.id))
         except EngineGone:
@@ -197,6 +215,13 @@ class Connection:
         finally:
             self._creating -= creates
             self._release_early()
+
+    def _follow(self, turns: list[str], sessions: Sequence[str | None]) -> None:
+        """Events of these turns, one on each of the sessions, are on their way."""
+        for turn, session in zip(turns, sessions, strict=True):
+            if session is not None:
+                self._running[turn] = session
+                self._idle.clear()
 
     def _release_early(self) -> None:
         early, self._early = self._early, []
@@ -236,7 +261,7 @@ class Connection:
             batch, self._unsent = self._unsent, []
             self._caught_up.set()
             try:
-                await socket.send(encode(batch[0] if len(batch) == 1 else batch))
+                await socket.send(self._codec.encode(batch[0] if len(batch) == 1 else batch))
             except OSError:
                 return
 

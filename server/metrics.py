@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tokenspeed.client.protocol.commands import Command, SessionClose, SessionFork, SessionOpen
+from tokenspeed.client.protocol.commands import Command, SessionClose, SessionFork, SessionOpen, TurnCreate
 from tokenspeed.client.protocol.events import Reply, TurnEnded
 from tokenspeed.engine.messages import EngineStats
 
@@ -66,7 +66,7 @@ class Metrics:
         """Count the sessions that a command made or ended."""
         if isinstance(command, SessionOpen):
             self._sessions.inc()
-        elif isinstance(command, SessionFork):
+        elif isinstance(command, SessionFork) or (isinstance(command, TurnCreate) and command.session is None):
             self._sessions.inc(len(reply.sessions) if reply.sessions is not None else 1)
         elif isinstance(command, SessionClose):
             self._sessions.dec()

@@ -104,6 +104,14 @@ class SessionUpdate(msgspec.Struct, tag_field="type", tag="session.update", omit
     labels: dict[str, str] | None = None
 
 
+class TurnGet(msgspec.Struct, tag_field="type", tag="turn.get", omit_defaults=True):
+    """One turn of any session, running or ended, as the only one of the reply's `turns`."""
+
+    id: str
+    turn: str
+    token_ids: bool = False
+
+
 class TurnCancel(msgspec.Struct, tag_field="type", tag="turn.cancel", omit_defaults=True):
     id: str
     turn: str
@@ -163,6 +171,7 @@ class SessionClose(msgspec.Struct, tag_field="type", tag="session.close", omit_d
 Command = (
     SessionOpen
     | TurnCreate
+    | TurnGet
     | TurnCancel
     | SessionRegenerate
     | SessionUpdate

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.client.core import Core
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
-from tokenspeed.client.protocol.codec import encode
+from tokenspeed.client.protocol.codec import JSON, MSGPACK, Codec
 from tokenspeed.client.protocol.commands import SessionGet, TurnCreate
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import (
@@ -35,6 +36,7 @@ from tokenspeed.client.protocol.items import (
 )
 
 URL = "ws://test"
+encode = JSON.encode
 
 # The other cores of a shared machine slow the first draws down; that is no finding.
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -82,14 +84,14 @@ def scenarios(draw: st.DrawFn, turn: str) -> Scenario:
     return Scenario(turn, events, spoken, thought, calls, streamed)
 
 
-def frames_of(messages: list[object], cuts: list[bool]) -> list[str]:
+def frames_of(codec: Codec, messages: list[object], cuts: list[bool]) -> list[str | bytes]:
     frames, batch = [], []
     for message, cut in zip(messages, [*cuts, *[True] * len(messages)], strict=False):
         batch.append(message)
         if cut:
-            frames.append(encode(batch if len(batch) > 1 else batch[0]))
+            frames.append(codec.encode(batch if len(batch) > 1 else batch[0]))
             batch = []
-    return frames + ([encode(batch)] if batch else [])
+    return frames + ([codec.encode(batch)] if batch else [])
 
 
 @unhurried
@@ -103,8 +105,9 @@ def test_any_interleaving_reassembles_the_same_turns(data: st.DataObject) -> Non
         messages.append(queue.pop(0))
         if data.draw(st.integers(0, 9)) == 0:  # a replay of something that came before
             messages.append(data.draw(st.sampled_from(messages)))
-    core = Core(URL)
-    for frame in frames_of(messages, data.draw(st.lists(st.booleans(), max_size=len(messages)))):
+    codec = data.draw(st.sampled_from([JSON, MSGPACK]))
+    core = Core(URL, codec)
+    for frame in frames_of(codec, messages, data.draw(st.lists(st.booleans(), max_size=len(messages)))):
         core.receive(frame)
     for scenario in told:
         assembly = core.turn(scenario.turn)
@@ -122,7 +125,7 @@ def test_any_interleaving_reassembles_the_same_turns(data: st.DataObject) -> Non
 @given(scenario=scenarios("t"), data=st.data())
 def test_a_missing_event_fails_the_turn(scenario: Scenario, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, len(scenario.events) - 2))
-    core = Core(URL)
+    core = Core(URL, JSON)
     for event in scenario.events[:lost] + scenario.events[lost + 1 :]:
         core.receive(encode(event))
     with pytest.raises(ProtocolError, match=f"{lost} was expected"):
@@ -132,7 +135,7 @@ def test_a_missing_event_fails_the_turn(scenario: Scenario, data: st.DataObject)
 @unhurried
 @given(scenario=scenarios("t"))
 def test_a_slow_readers_merged_deltas_are_no_gap(scenario: Scenario) -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     merged: list[object] = []
     for event in scenario.events:
         last = merged[-1] if merged else None
@@ -149,7 +152,7 @@ def test_a_slow_readers_merged_deltas_are_no_gap(scenario: Scenario) -> None:
 
 
 def test_an_item_that_came_without_deltas_is_streamed_when_it_is_finished() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     core.receive(encode(TurnStarted("s", "t", 0, None, 1, Reused(), 1)))
     core.receive(encode(TurnDelta("s", "t", 1, 0, "text", "Hel")))
     core.receive(encode(TurnItem("s", "t", 2, 0, MessageItem("assistant", [OutputTextPart("Hello")]))))
@@ -159,7 +162,7 @@ def test_an_item_that_came_without_deltas_is_streamed_when_it_is_finished() -> N
 
 
 def test_a_cancelled_turn_keeps_the_unfinished_item() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     core.receive(encode(TurnStarted("s", "t", 0, "p", 1, Reused(), 1)))
     core.receive(encode(TurnDelta("s", "t", 1, 0, "arguments", '{"a":', "add", "c1")))
     core.receive(encode(TurnEnded("s", "t", 2, "cancelled", "cancelled", Usage(), Timings(), "t")))
@@ -169,7 +172,7 @@ def test_a_cancelled_turn_keeps_the_unfinished_item() -> None:
 
 
 def test_the_parent_is_the_servers_word_if_there_is_one() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     core.receive(encode(TurnStarted("s", "t", 0, "told", 1, Reused(), 1)))
     core.turn("t").assume_parent("assumed")
     core.turn("queued").assume_parent("assumed")
@@ -178,7 +181,7 @@ def test_the_parent_is_the_servers_word_if_there_is_one() -> None:
 
 
 def test_each_command_gets_its_own_answer() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     first, second = SessionGet("", "s1"), SessionGet("", "s2")
     sent = [json.loads(core.submit(command)) for command in (first, second)]
     assert [message["session"] for message in sent] == ["s1", "s2"]
@@ -193,7 +196,7 @@ def test_each_command_gets_its_own_answer() -> None:
 
 
 def test_an_error_without_an_id_answers_what_waits() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     command = SessionGet("", "s")
     core.submit(command)
     core.receive(encode(ErrorEvent("bad_request", "no JSON", "never")))
@@ -202,7 +205,7 @@ def test_an_error_without_an_id_answers_what_waits() -> None:
 
 
 def test_events_that_nobody_wants_any_more_are_dropped() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     command = TurnCreate("", "s", "hi")
     core.submit(command)
     core.abandon(command.id)
@@ -211,22 +214,24 @@ def test_events_that_nobody_wants_any_more_are_dropped() -> None:
     assert core.receive(encode(TurnEnded("s", "t", 1, "completed", "stop", Usage(), Timings(), "t"))) == []
 
 
-def test_messages_of_a_later_version_are_passed_over() -> None:
-    core = Core(URL)
+@pytest.mark.parametrize("frame", ["", "nonsense", '{"type":"reply"}', "[1]", '{"no":"type"}', b"\xc1", b"\x91\x01"])
+def test_an_unreadable_frame_is_a_protocol_error(frame: str | bytes) -> None:
+    with pytest.raises(ProtocolError, match="unreadable frame"):
+        Core(URL, MSGPACK if isinstance(frame, bytes) else JSON).receive(frame)
+
+
+@pytest.mark.parametrize("codec", [JSON, MSGPACK])
+def test_messages_of_a_later_version_are_left_out(codec: Codec) -> None:
+    core = Core(URL, codec)
     command = SessionGet("", "s")
     core.submit(command)
-    core.receive(f'[{{"type":"goaway","deadline_ms":5}},{{"type":"reply","id":"{command.id}","new":1}}]')
+    later = [{"type": "goaway", "deadline_ms": 5}, {"type": "reply", "id": command.id, "new": 1}]
+    core.receive(json.dumps(later) if codec is JSON else msgspec.msgpack.encode(later))
     assert core.take(command.id).id == command.id
 
 
-@pytest.mark.parametrize("frame", ["", "nonsense", '{"type":"reply"}', "[1]", '{"no":"type"}'])
-def test_an_unreadable_frame_is_a_protocol_error(frame: str) -> None:
-    with pytest.raises(ProtocolError, match="unreadable frame"):
-        Core(URL).receive(frame)
-
-
 def test_a_lost_connection_fails_what_waits_and_what_comes_after() -> None:
-    core = Core(URL)
+    core = Core(URL, JSON)
     command = SessionGet("", "s")
     core.submit(command)
     core.receive(encode(TurnStarted("s", "t", 0, None, 1, Reused(), 1)))
@@ -247,10 +252,10 @@ def test_a_lost_connection_fails_what_waits_and_what_comes_after() -> None:
     [(4401, "unauthorized"), (4400, "bad_request"), (4429, "queue_full"), (1009, "payload_too_large")],
 )
 def test_a_refusal_is_named_by_its_close_code(code: int, expected: str) -> None:
-    error = Core(URL).closed(code, "why")
+    error = Core(URL, JSON).closed(code, "why")
     assert isinstance(error, SessionError)
     assert (error.code, error.message) == (expected, "why")
 
 
 def test_an_ordinary_close_is_a_connection_that_failed() -> None:
-    assert isinstance(Core(URL).closed(1001, "the server is ending"), ConnectionFailed)
+    assert isinstance(Core(URL, JSON).closed(1001, "the server is ending"), ConnectionFailed)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from tokenspeed.client.protocol.commands import (
@@ -18,11 +19,14 @@ from tokenspeed.client.protocol.commands import (
     SessionGet,
     SessionList,
     SessionOpen,
+    SessionRegenerate,
     SessionRewind,
     SessionTurns,
+    SessionUpdate,
     SessionUsage,
     TurnCancel,
     TurnCreate,
+    TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import (
@@ -99,9 +103,17 @@ class ScriptedHost:
             return Reply(command.id, session=self._open(tenant, command).record)
         if isinstance(command, SessionList):
             own = [c.record for c in self.conversations.values() if c.tenant == tenant]
-            return Reply(command.id, sessions=own)
+            kept = [record for record in own if command.labels.items() <= record.labels.items()]
+            if command.after is not None:
+                kept = kept[[record.id for record in kept].index(command.after) + 1 :]
+            page = kept[: command.limit]
+            return Reply(command.id, sessions=page, after=page[-1].id if len(page) < len(kept) else None)
         if isinstance(command, TurnCancel):
             return await self._cancel(command)
+        if isinstance(command, TurnGet):
+            return Reply(command.id, turns=[self._lineage(tenant, command.turn)[1][-1]])
+        if isinstance(command, TurnCreate) and command.session is None:
+            return self._branch(tenant, command, channel)
         conversation = self.conversations.get(command.session)
         if conversation is None or conversation.tenant != tenant:
             raise SessionError("session_not_found", f"there is no session {command.session}")
@@ -110,13 +122,25 @@ class ScriptedHost:
                 turn = self._create(conversation, command, channel)
                 await asyncio.sleep(self.reply_delay_s)
                 return Reply(command.id, turn=turn)
+            case SessionRegenerate():
+                of = conversation.turns[-1]
+                self._rewind(conversation, of.parent or "start")
+                again = TurnCreate("", command.session, of.input, command.sampling)
+                return Reply(command.id, turn=self._create(conversation, again, channel))
+            case SessionUpdate():
+                record = conversation.record
+                for name in ("instructions", "tools", "sampling", "labels"):
+                    if getattr(command, name) is not None:
+                        setattr(record, name, getattr(command, name))
+                return Reply(command.id, session=record, lost_tokens=None if command.instructions is None else 7)
             case SessionFork():
                 fork = self._open(tenant, conversation.record)
                 fork.turns = list(conversation.turns)
                 fork.record.head = conversation.record.head
                 return Reply(command.id, sessions=[fork.record])
             case SessionRewind():
-                return Reply(command.id, head=self._rewind(conversation, command.to))
+                head = self._rewind(conversation, command.to)
+                return Reply(command.id, session=conversation.record, head=head)
             case SessionGet():
                 return Reply(command.id, session=conversation.record)
             case SessionTurns():
@@ -128,6 +152,27 @@ class ScriptedHost:
             case SessionClose():
                 del self.conversations[command.session]
                 return Reply(command.id)
+
+    def _lineage(self, tenant: str, turn: str) -> tuple[Conversation, list[TurnRecord]]:
+        for conversation in self.conversations.values():
+            ids = [record.id for record in conversation.turns]
+            if conversation.tenant == tenant and turn in ids:
+                return conversation, conversation.turns[: ids.index(turn) + 1]
+        raise SessionError("turn_not_found", f"there is no turn {turn}")
+
+    def _branch(self, tenant: str, command: TurnCreate, channel: str) -> Reply:
+        if command.parent is None:
+            raise SessionError("bad_request", "a turn needs a session or a parent")
+        of, turns = self._lineage(tenant, command.parent)
+        branches = [self._open(tenant, of.record) for _ in range(command.n)]
+        begun = []
+        for branch in branches:
+            branch.turns, branch.record.head = list(turns), command.parent
+            begun.append(self._create(branch, msgspec.structs.replace(command, session=branch.record.id), channel))
+        records = [branch.record for branch in branches]
+        if command.n == 1:
+            return Reply(command.id, session=records[0], turn=begun[0])
+        return Reply(command.id, sessions=records, turn_ids=begun)
 
     async def events(self, channel: str) -> AsyncIterator[TurnEvent]:
         queue = self._queues.setdefault(channel, asyncio.Queue())
@@ -148,16 +193,19 @@ class ScriptedHost:
             state="idle",
             head=None,
             instructions=of.instructions,
-            tools=of.tools,
+            tools=of.tools or [],
             sampling=of.sampling or Sampling(),
-            reasoning=of.reasoning,
-            labels=of.labels,
+            reasoning=of.reasoning or "keep",
+            labels=of.labels or {},
             turns=0,
             tokens=0,
             prefix_tokens=0,
             remaining=1000,
         )
         conversation = self.conversations[record.id] = Conversation(record, tenant)
+        if isinstance(of, SessionOpen) and of.from_ is not None:
+            conversation.turns = self._lineage(tenant, of.from_)[1]
+            record.head = of.from_
         return conversation
 
     def _rewind(self, conversation: Conversation, to: str) -> str | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -18,6 +19,7 @@ from tokenspeed.client.protocol.items import MessageItem
 from tokenspeed.server.connection import Limits
 
 JSON = "tokenspeed.v1.json"
+MSGPACK = "tokenspeed.v1.msgpack"
 
 
 @contextmanager
@@ -164,6 +166,10 @@ def test_subprotocols(server: Any) -> None:
     code, told = refusal(server, subprotocols=["tokenspeed.v9.xml", "other"])
     assert code == 4400
     assert JSON in told["message"]
+    with socket_to(server, subprotocols=[MSGPACK, JSON]) as socket:
+        assert socket.subprotocol == MSGPACK
+        socket.send(msgspec.msgpack.encode({"type": "session.open", "id": "c1"}))
+        assert msgspec.msgpack.decode(socket.recv(timeout=10))["session"]["model"] == "scripted"
     with socket_to(server, subprotocols=["tokenspeed.v9.xml", JSON]) as socket:
         assert socket.subprotocol == JSON
     with socket_to(server, subprotocols=None) as socket:
