@@ -157,6 +157,20 @@ def test_tenants_do_not_share(lab: MakeLab) -> None:
     assert engine.refusal([1], parent=first.turn, tenant="b").code == "unknown_lineage"
 
 
+def test_what_the_operator_shares_every_tenant_reuses(lab: MakeLab, assert_exact: Callable[..., None]) -> None:
+    engine = lab(shared_prefixes=[np.asarray(PROMPT[:20], "<i4").tobytes()], prefill_chunk=512)
+    first = engine.run(PROMPT, params=answer(3), tenant="a", marks=(20,))
+    other = engine.run([*PROMPT[:20], 5], params=answer(3), tenant="b", marks=(20,))
+    assert (first.usage.reused, other.usage.reused) == (20, 20)
+    assert engine.run(PROMPT, params=answer(3), tenant="b").usage.reused == 20, "a's own part is not shared"
+    assert engine.run([5], parent=first.turn, params=answer(1), tenant="a").usage.computed == 2
+    assert_exact(engine, engine.run([7], params=answer(2)).turn)
+    engine.core.scheduler.cache.evict_all()
+    assert engine.run(PROMPT, params=answer(3), tenant="a").usage.reused == 0
+    with pytest.raises(ValueError, match="shared prefix"):
+        lab(shared_prefixes=[b""])
+
+
 def test_a_prompt_computes_only_what_its_preamble_has_not(lab: MakeLab, assert_exact: Callable[..., None]) -> None:
     engine = lab(prefill_chunk=512)
     engine.run(PROMPT, params=answer(3), marks=(20, 36))

@@ -16,6 +16,9 @@ from tokenspeed.cache.rows import RowAllocator
 from tokenspeed.cache.tree import Found, Node, Tail, page_count
 from tokenspeed.cache.trie import Ids, Match, Trie, shared_length
 
+SHARED = ""
+"""The operator's tenant: what it has, every tenant reads."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -55,14 +58,15 @@ class PrefixCache:
 
     def find(self, tenant: str, ids: Ids) -> Found:
         """What of `ids` can be reused, leaving at least the last token to compute. Marks it as used."""
-        match = self._match(tenant, ids)
-        checkpoint = self._checkpoint(match, len(ids) - 1)
+        matches = self._matches(tenant, ids)
+        match = max(matches, key=lambda one: one.length)
+        checkpoint = self._checkpoint(matches, len(ids) - 1)
         if match.beyond is not None:
             self._use(match.beyond.holding(match.length))
         if checkpoint is not None:
             self._use(checkpoint)
             self._retention.use(checkpoint)
-        kept = tuple(node for node in match.passed if node.row)
+        kept = tuple(node for one in matches for node in one.passed if node.row)
         return Found(match.length, match.beyond, checkpoint.end if checkpoint else 0, checkpoint, kept)
 
     def pending(self, tenant: str, ids: Ids) -> int:
@@ -76,12 +80,19 @@ class PrefixCache:
 
     def kept(self, tenant: str, ids: Ids) -> int:
         """How many of `ids` have their state kept. Only looks."""
-        checkpoint = self._checkpoint(self._match(tenant, ids), len(ids))
+        checkpoint = self._checkpoint(self._matches(tenant, ids), len(ids))
         return checkpoint.end if checkpoint is not None else 0
 
-    def _checkpoint(self, match: Match[Node], most: int) -> Node | None:
-        usable = [node for node in match.passed if node.row and node.end <= most and node not in self._fresh_rows]
-        return usable[-1] if usable else None
+    def _checkpoint(self, matches: list[Match[Node]], most: int) -> Node | None:
+        """The last state of at most so many tokens."""
+        passed = (node for match in matches for node in match.passed)
+        usable = (node for node in passed if node.row and node.end <= most and node not in self._fresh_rows)
+        return max(usable, key=lambda node: node.end, default=None)
+
+    def _matches(self, tenant: str, ids: Ids) -> list[Match[Node]]:
+        """In the tenant's own index, and in the operator's."""
+        own = self._match(tenant, ids)
+        return [own] if tenant == SHARED or SHARED not in self._tries else [own, self._match(SHARED, ids)]
 
     def _match(self, tenant: str, ids: Ids) -> Match[Node]:
         trie = self._tries.get(tenant)

@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         junction_tokens: where a prompt shares so many tokens or more beyond the last state kept of them, one is kept
             at the point where they part; and a turn waits for another that is just computing them.
         checkpoint_interval: in a long prompt, a state is kept every so many tokens as long as rows are free.
+        shared_prefixes: ids (little-endian int32) that every tenant may reuse, computed at start.
         seed: of dummy weights.
         threads: CPU threads of torch; 0 leaves torch's choice.
     """
@@ -52,5 +53,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     forced_tokens: bool = False
     junction_tokens: int = 1024
     checkpoint_interval: int = 8192
+    shared_prefixes: tuple[bytes, ...] = ()
     seed: int = 0
     threads: int = 0

@@ -11,9 +11,11 @@ import msgspec
 import torch
 
 from tokenspeed.cache.pools import PagePool, StateRows
+from tokenspeed.cache.prefix_cache import SHARED
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.engine.memory import divide, torch_dtype, usable_device
-from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate
+from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate, Rejected
 from tokenspeed.engine.vocabulary import token_bytes
 from tokenspeed.execution.channel import StepChannel
 from tokenspeed.execution.choices import Choices
@@ -95,6 +97,16 @@ class EngineCore:
         self._ticks = 0
         self._commands: list[EngineCommand] = []
         self._in_flight: deque[Step] = deque()
+        self._share(config.shared_prefixes)
+
+    def _share(self, prefixes: tuple[bytes, ...]) -> None:
+        """Compute what all tenants may reuse. Raises ValueError where that cannot be."""
+        for number, tokens in enumerate(prefixes):
+            self.submit(Generate(f"shared_{number}", SHARED, tokens, SamplingParams(), sample=False))
+        while self.busy:
+            for event in self.step():
+                if isinstance(event, Rejected):
+                    raise ValueError(f"a shared prefix cannot be computed: {event.message}")
 
     @property
     def busy(self) -> bool:

@@ -25,6 +25,8 @@ from tokenspeed.engine.messages import (
     TurnUsage,
 )
 
+TENANT = "notebook"
+
 
 class EngineRefusal(ValueError):
     """A request that the engine did not take, or a turn that failed. `code` is stable."""
@@ -116,7 +118,7 @@ class Engine:
             turns[name] = Generation(name, logprobs=[] if params.logprobs else None)
             # A state one token before the end: the same prompt, or a longer one, then computes what follows it.
             marks = (len(prompt) - 1,) if parent is None and len(prompt) > 1 else ()
-            self._core.submit(Generate(name, "", np.asarray(prompt, "<i4").tobytes(), params, parent, marks=marks))
+            self._core.submit(Generate(name, TENANT, np.asarray(prompt, "<i4").tobytes(), params, parent, marks=marks))
         refused: Rejected | Ended | None = None
         while self._core.busy:
             for event in self._core.step():
