@@ -1,11 +1,21 @@
 """The SDK: what an agent imports. Needs httpx, websockets and msgspec alone."""
 
-from tokenspeed.client.aio import AsyncClient, AsyncSession, AsyncTurnStream
-from tokenspeed.client.blocking import Client, Session, TurnStream
+from tokenspeed.client.aio import AsyncBranch, AsyncClient
+from tokenspeed.client.aio_session import AsyncSession
+from tokenspeed.client.aio_stream import AsyncTurnStream
+from tokenspeed.client.blocking import Branch, Client
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError, StepLimitExceeded
 from tokenspeed.client.protocol.commands import Sampling
 from tokenspeed.client.protocol.errors import SessionError
-from tokenspeed.client.protocol.events import Reused, SessionRecord, SessionTotals, Timings, Usage
+from tokenspeed.client.protocol.events import (
+    Residency,
+    Reused,
+    SessionRecord,
+    SessionTotals,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from tokenspeed.client.protocol.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -13,13 +23,17 @@ from tokenspeed.client.protocol.items import (
     MessageItem,
     ReasoningItem,
 )
+from tokenspeed.client.session import Session
+from tokenspeed.client.stream import TurnStream
 from tokenspeed.client.tools import tool_output
 from tokenspeed.client.turns import Delta, Turn
 
 __all__ = [
+    "AsyncBranch",
     "AsyncClient",
     "AsyncSession",
     "AsyncTurnStream",
+    "Branch",
     "Client",
     "ConnectionFailed",
     "Delta",
@@ -29,6 +43,7 @@ __all__ = [
     "MessageItem",
     "ProtocolError",
     "ReasoningItem",
+    "Residency",
     "Reused",
     "Sampling",
     "Session",
@@ -37,6 +52,7 @@ __all__ = [
     "SessionTotals",
     "StepLimitExceeded",
     "Timings",
+    "TokenLogprob",
     "Turn",
     "TurnStream",
     "Usage",

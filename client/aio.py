@@ -1,46 +1,45 @@
-"""The asyncio client: `AsyncClient`, its sessions and streams. The blocking client's twin; see there for more words."""
+"""The asyncio client: `AsyncClient`. The blocking client's twin; see there for more words."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Generator, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, NamedTuple, Self, Unpack, overload
 
 import httpx
 
 from tokenspeed.client.address import Address
 from tokenspeed.client.aio_link import AsyncLink
-from tokenspeed.client.loop import DEFAULT_MAX_STEPS, ToolLoop
+from tokenspeed.client.aio_session import AsyncSession
+from tokenspeed.client.aio_stream import AsyncTurnStream
+from tokenspeed.client.core import Core
 from tokenspeed.client.protocol.codec import Encoding
-from tokenspeed.client.protocol.commands import (
-    ReasoningRule,
-    Sampling,
-    SessionClose,
-    SessionFork,
-    SessionGet,
-    SessionList,
-    SessionRewind,
-    SessionTurns,
-    SessionUsage,
-    TurnCancel,
-)
-from tokenspeed.client.protocol.events import Reply, SessionRecord, SessionTotals
-from tokenspeed.client.protocol.items import FunctionCallOutputItem
+from tokenspeed.client.protocol.commands import ReasoningRule, Sampling, SessionGet, SessionList, SessionOpen
+from tokenspeed.client.protocol.events import SessionRecord
 from tokenspeed.client.requests import (
     SamplingOptions,
     TurnInput,
+    TurnOptions,
+    TurnRequest,
     attached_tools,
+    branch_records,
     check_attach,
+    opened_tools,
     record_in,
     sampling_of,
     session_open,
-    turn_create,
-    turn_id,
+    turn_request,
 )
 from tokenspeed.client.tools import Tool, Toolset
-from tokenspeed.client.turns import Delta, Turn
+from tokenspeed.client.turns import Turn, TurnAssembly
+
+
+class AsyncBranch(NamedTuple):
+    """A turn after another one, and the session that it opened."""
+
+    session: AsyncSession
+    turn: Turn
 
 
 class AsyncClient:
@@ -60,8 +59,9 @@ class AsyncClient:
         self,
         *,
         id: str | None = None,
+        from_: Turn | str | None = None,
         instructions: str | None = None,
-        tools: Iterable[Tool] = (),
+        tools: Iterable[Tool] | None = None,
         model: str | None = None,
         reasoning: ReasoningRule | None = None,
         labels: Mapping[str, str] | None = None,
@@ -72,16 +72,53 @@ class AsyncClient:
         session:`, which closes it at the end. Arguments as in `Client.session`."""
         chosen = sampling_of(sampling, options)
         if id is not None:
-            check_attach(instructions=instructions, model=model, reasoning=reasoning, labels=labels, sampling=chosen)
-            return Opening(self._attach(id, list(tools)))
-        toolset = Toolset(tools)
-        command = session_open(toolset, instructions, model, reasoning, labels, chosen)
-        return Opening(self._open(self._link.request(command), toolset))
+            check_attach(
+                from_=from_,
+                instructions=instructions,
+                model=model,
+                reasoning=reasoning,
+                labels=labels,
+                sampling=chosen,
+            )
+            return Opening(self._attach(id, list(tools or ())))
+        toolset = Toolset(tools) if tools is not None else None
+        command = session_open(toolset, instructions, model, reasoning, labels, chosen, from_)
+        return Opening(self._open(command, toolset))
 
-    async def sessions(self) -> list[SessionRecord]:
-        """The sessions of this key's tenant that are not closed."""
-        _, reply = await self._link.request(SessionList(""))
-        return reply.sessions or []
+    @overload
+    async def turn(
+        self, parent: Turn | str, input: TurnInput, *, n: None = None, **options: Unpack[TurnOptions]
+    ) -> AsyncBranch: ...
+
+    @overload
+    async def turn(
+        self, parent: Turn | str, input: TurnInput, *, n: int, **options: Unpack[TurnOptions]
+    ) -> list[AsyncBranch]: ...
+
+    async def turn(
+        self, parent: Turn | str, input: TurnInput, *, n: int | None = None, **options: Unpack[TurnOptions]
+    ) -> AsyncBranch | list[AsyncBranch]:
+        """Take a turn after any turn, in a new session with the same past; with `n` so many, side by side. Arguments
+        and answer as in `Client.turn`."""
+        request = turn_request(None, input, options, parent, n if n is not None else 1)
+        core, reply = await self._link.request(request.command)
+        branches = [
+            self._branch(record, request, core, turn)
+            for record, turn in zip(branch_records(reply), core.turns(reply), strict=True)
+        ]
+        taken = await asyncio.gather(*branches)
+        return taken if n is not None else taken[0]
+
+    async def sessions(self, labels: Mapping[str, str] | None = None) -> list[SessionRecord]:
+        """The sessions of this key's tenant that are not closed and bear all of `labels`, in the order of opening."""
+        records: list[SessionRecord] = []
+        command = SessionList("", dict(labels or {}))
+        while True:
+            _, reply = await self._link.request(command)
+            records += reply.sessions or []
+            if reply.after is None:
+                return records
+            command = SessionList("", command.labels, after=reply.after)
 
     async def ready(self) -> bool:
         """Whether the server can answer now (its `/health/ready`); False if it cannot be reached, too."""
@@ -107,8 +144,14 @@ class AsyncClient:
         record = record_in((await self._link.request(SessionGet("", session)))[1])
         return AsyncSession(self._link, record, attached_tools(record, tools))
 
-    async def _open(self, request: Coroutine[Any, Any, tuple[Any, Reply]], toolset: Toolset) -> AsyncSession:
-        return AsyncSession(self._link, record_in((await request)[1]), toolset)
+    async def _open(self, command: SessionOpen, toolset: Toolset | None) -> AsyncSession:
+        record = record_in((await self._link.request(command))[1])
+        return AsyncSession(self._link, record, opened_tools(record, toolset))
+
+    async def _branch(self, record: SessionRecord, request: TurnRequest, core: Core, turn: TurnAssembly) -> AsyncBranch:
+        session = AsyncSession(self._link, record, opened_tools(record, request.tools))
+        async with AsyncTurnStream(session, request, (core, turn)) as stream:
+            return AsyncBranch(session, await stream.result())
 
 
 class Opening:
@@ -130,247 +173,3 @@ class Opening:
     ) -> None:
         if self._session is not None:
             await self._session.__aexit__(kind, error, traceback)
-
-
-class AsyncSession:
-    """A conversation in the server. Made by `AsyncClient.session` and `AsyncSession.fork`."""
-
-    def __init__(self, link: AsyncLink, record: SessionRecord, tools: Toolset) -> None:
-        self._link = link
-        self._tools = tools
-        self._id = record.id
-        self._head = record.head
-        self._running: str | None = None
-        # Answers that the tool loop ran, and the turn whose calls they answer, until the caller adds the rest.
-        self._held: tuple[str, tuple[FunctionCallOutputItem, ...]] | None = None
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def head(self) -> str | None:
-        """The turn that the next one follows, as this client last heard; None at the start."""
-        return self._head
-
-    @overload
-    def turn(
-        self,
-        input: TurnInput,
-        *,
-        stream: Literal[False] = False,
-        max_steps: int = DEFAULT_MAX_STEPS,
-        token_ids: bool = False,
-        sampling: Sampling | Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Coroutine[Any, Any, Turn]: ...
-
-    @overload
-    def turn(
-        self,
-        input: TurnInput,
-        *,
-        stream: Literal[True],
-        max_steps: int = DEFAULT_MAX_STEPS,
-        token_ids: bool = False,
-        sampling: Sampling | Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> AsyncTurnStream: ...
-
-    def turn(
-        self,
-        input: TurnInput,
-        *,
-        stream: bool = False,
-        max_steps: int = DEFAULT_MAX_STEPS,
-        token_ids: bool = False,
-        sampling: Sampling | Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Coroutine[Any, Any, Turn] | AsyncTurnStream:
-        """Say something and get the answer: `await session.turn("…")`, or iterate with `async for` over
-        `session.turn("…", stream=True)`, which begins when it is first awaited, entered or read.
-
-        As `Session.turn`, but the calls of one answer run at the same time: async functions in the event loop, plain
-        ones in threads. Cancelling the awaiting task cancels the turn in the server."""
-        started = AsyncTurnStream(self, input, sampling_of(sampling, options), max_steps, token_ids)
-        return started if stream else _whole(started)
-
-    async def fork(self, at: Turn | str | None = None) -> AsyncSession:
-        """Another session with the same past, up to a turn of this one (its head if none is named). Costs nothing."""
-        _, reply = await self._link.request(SessionFork("", self._id, turn_id(at)))
-        return AsyncSession(self._link, record_in(reply), self._tools)
-
-    async def rewind(self, to: Turn | str | None) -> None:
-        """Move the head back to a turn of this session's past; `"start"`, or None (the first turn's parent), is before
-        the first."""
-        _, reply = await self._link.request(SessionRewind("", self._id, turn_id(to) or "start"))
-        self._head = reply.head
-
-    async def cancel(self, keep: Literal["partial", "nothing"] = "partial") -> None:
-        """End the running turn now; does nothing if none runs. `keep` as in `Session.cancel`."""
-        running = self._running
-        if running is None:
-            running = next((turn.id for turn in await self.turns() if turn.status == "running"), None)
-        if running is not None:
-            _, reply = await self._link.request(TurnCancel("", running, keep))
-            self._head = reply.head
-
-    async def turns(self, token_ids: bool = False) -> list[Turn]:
-        """The turns up to the head, oldest first; with their exact ids if asked for."""
-        _, reply = await self._link.request(SessionTurns("", self._id, token_ids))
-        return [Turn.of(record, self._id) for record in reply.turns or []]
-
-    async def usage(self) -> SessionTotals:
-        """Sums over the session's own turns."""
-        _, reply = await self._link.request(SessionUsage("", self._id))
-        assert reply.totals is not None
-        return reply.totals
-
-    async def get(self) -> SessionRecord:
-        """What the server says of the session now: state, head, defaults, tokens, room left in the context."""
-        _, reply = await self._link.request(SessionGet("", self._id))
-        record = record_in(reply)
-        self._head = record.head
-        return record
-
-    async def close(self) -> None:
-        """End the session for good and let the server forget it. Forks of it live on."""
-        await self._link.request(SessionClose("", self._id))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not isinstance(error, ConnectionError):
-            await self.close()
-
-
-class AsyncTurnStream:
-    """An answer while it is made: `async for delta in stream`; then `await stream.result()` is the `Turn`.
-
-    Use it with `async with`: leaving the block before the end cancels the turn, keeping what was generated. Breaking
-    out of a bare `async for` cancels it too, but only when the interpreter finalises the iterator, a little later.
-    """
-
-    def __init__(
-        self,
-        session: AsyncSession,
-        value: TurnInput,
-        sampling: Sampling | None,
-        max_steps: int,
-        token_ids: bool,
-    ) -> None:
-        self._session = session
-        self._link = session._link
-        self._sampling = sampling
-        self._token_ids = token_ids
-        self._loop = ToolLoop(session._tools, max_steps)
-        self._input = value
-        self._begun = False
-        self._over = False
-        self._result: Turn | None = None
-
-    @property
-    def id(self) -> str | None:
-        """The id of the turn that runs now, None before it began; over a tool loop it changes with every step."""
-        return self._turn.id if self._begun else None
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self.__aenter__().__await__()
-
-    async def __anext__(self) -> Delta:
-        await self._start()
-        while not self._over:
-            delta = await self._link.next_delta(self._core, self._turn)
-            if delta is not None:
-                return delta
-            await self._advance()
-        raise StopAsyncIteration
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        try:
-            while True:
-                try:
-                    delta = await anext(self)
-                except StopAsyncIteration:
-                    return
-                yield delta
-        finally:
-            await self.close()
-
-    async def result(self) -> Turn:
-        """The final turn, after waiting for it; the deltas not read until then are skipped.
-
-        Raises:
-            RuntimeError: the stream ended with an exception, which was raised where it was read.
-        """
-        while not self._over:
-            async for _ in self:
-                pass
-        if self._result is None:
-            raise RuntimeError("the stream ended without a turn")
-        return self._result
-
-    async def close(self) -> None:
-        """Cancel the turn if it still runs, keeping what was generated; then `result()` is that."""
-        if self._over:
-            return
-        self._over = True
-        if not self._begun:
-            return
-        await self._link.cancel(self._core, self._turn)
-        # What the turn failed with, if it failed, matters no more to a caller who leaves.
-        with suppress(Exception):
-            self._result = self._finish().after(self._loop.steps)
-
-    async def __aenter__(self) -> Self:
-        await self._start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def _start(self) -> None:
-        if not self._begun and not self._over:
-            await self._begin(self._input)
-            self._begun = True
-
-    async def _begin(self, value: TurnInput) -> None:
-        session = self._session
-        held = session._held
-        answers = held[1] if held is not None and held[0] == session._head else ()
-        command = turn_create(session._id, value, self._sampling, answers, self._token_ids)
-        self._core, self._turn = await self._link.create(command)
-        self._turn.assume_parent(session._head)
-        session._running, session._held = self._turn.id, None
-
-    def _finish(self) -> Turn:
-        """Take leave of the current turn, which is over; returns it, or raises what it failed with."""
-        self._session._running = None
-        self._core.forget(self._turn.id)
-        if self._turn.ended is not None:
-            self._session._head = self._turn.ended.head
-        return self._turn.result()
-
-    async def _advance(self) -> None:
-        self._over = True
-        tools = self._session._tools
-        turn = self._finish()
-        calls = self._loop.after(turn)
-        if calls:
-            answers = self._loop.answered(list(await asyncio.gather(*(tools.run_async(call) for call in calls))))
-            if answers is not None:
-                await self._begin(answers)
-                self._over = False
-                return
-            self._session._held = (turn.id, tuple(self._loop.held))
-        self._result = self._loop.result()
-
-
-async def _whole(stream: AsyncTurnStream) -> Turn:
-    async with stream:
-        return await stream.result()

@@ -13,7 +13,7 @@ from tokenspeed.client.address import Address
 from tokenspeed.client.core import Core
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
 from tokenspeed.client.link import refusal
-from tokenspeed.client.protocol.commands import Command, TurnCancel, TurnCreate
+from tokenspeed.client.protocol.commands import Command, TurnCancel
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply
 from tokenspeed.client.turns import Delta, TurnAssembly
@@ -52,12 +52,10 @@ class AsyncLink:
             raise
         return core, core.take(command.id)
 
-    async def create(self, command: TurnCreate) -> tuple[Core, TurnAssembly]:
+    async def create(self, command: Command) -> tuple[Core, TurnAssembly]:
         """Begin a turn; raises as `request` does."""
         core, reply = await self.request(command)
-        if reply.turn is None:
-            raise ProtocolError(f"the reply {reply.id} names no turn")
-        return core, core.turn(reply.turn)
+        return core, core.turns(reply)[0]
 
     async def next_delta(self, core: Core, turn: TurnAssembly) -> Delta | None:
         """The turn's next delta, as soon as there is one; None after the last."""

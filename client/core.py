@@ -12,7 +12,7 @@ import msgspec
 
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
 from tokenspeed.client.protocol.codec import Codec
-from tokenspeed.client.protocol.commands import Command, TurnCreate
+from tokenspeed.client.protocol.commands import Command, SessionRegenerate, TurnCreate
 from tokenspeed.client.protocol.errors import ERROR_RULES, SessionError
 from tokenspeed.client.protocol.events import ErrorEvent, Reply, ServerMessage, TurnEnded, TurnEvent
 from tokenspeed.client.turns import TurnAssembly
@@ -34,7 +34,7 @@ class Core:
         self.failure: Exception | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[str, Command] = {}
-        self._answers: dict[str, Reply | Exception] = {}
+        self._answers: dict[str, tuple[Command, Reply | Exception]] = {}
         self._turns: dict[str, TurnAssembly] = {}
         self._forgotten: set[str] = set()
         self._abandoned: set[str] = set()
@@ -59,16 +59,16 @@ class Core:
             SessionError: the server refused it.
             ConnectionFailed: the connection was lost before the answer.
         """
-        answer = self._answers.pop(command)
+        _, answer = self._answers.pop(command)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def abandon(self, command: str) -> None:
         """Nobody waits for this answer any more; the turn that it may name is forgotten when it comes."""
-        answer = self._answers.pop(command, None)
-        if isinstance(answer, Reply) and answer.turn is not None:
-            self.forget(answer.turn)
+        sent, answer = self._answers.pop(command, (None, None))
+        if isinstance(answer, Reply):
+            self._forget_begun(sent, answer)
         elif command in self._waiting:
             self._abandoned.add(command)
 
@@ -80,6 +80,13 @@ class Core:
             if self.failure is not None:
                 assembly.fail(self.failure)
         return assembly
+
+    def turns(self, reply: Reply) -> list[TurnAssembly]:
+        """The turns that a command began. Raises ProtocolError if the reply names none."""
+        named = _turns_named(reply)
+        if not named:
+            raise ProtocolError(f"the reply {reply.id} names no turn")
+        return [self.turn(turn) for turn in named]
 
     def forget(self, turn: str) -> None:
         """Drop a turn's state and its events to come."""
@@ -144,11 +151,16 @@ class Core:
             return []
         if command in self._abandoned:
             self._abandoned.discard(command)
-            if isinstance(answer, Reply) and answer.turn is not None and isinstance(sent, TurnCreate):
-                self.forget(answer.turn)
+            if isinstance(answer, Reply):
+                self._forget_begun(sent, answer)
             return []
-        self._answers[command] = answer
+        self._answers[command] = (sent, answer)
         return [command]
+
+    def _forget_begun(self, sent: Command | None, reply: Reply) -> None:
+        if isinstance(sent, TurnCreate | SessionRegenerate):
+            for turn in _turns_named(reply):
+                self.forget(turn)
 
     def _event(self, event: TurnEvent) -> list[str]:
         if event.turn in self._forgotten:
@@ -167,6 +179,10 @@ class Core:
         for command in list(self._waiting):
             news += self._answer(command, error)
         return news
+
+
+def _turns_named(reply: Reply) -> list[str]:
+    return reply.turn_ids or ([reply.turn] if reply.turn is not None else [])
 
 
 def _code_of_status(status: int) -> str:

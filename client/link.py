@@ -12,7 +12,7 @@ from websockets.typing import Subprotocol
 from tokenspeed.client.address import Address
 from tokenspeed.client.core import Core
 from tokenspeed.client.errors import ConnectionFailed, ProtocolError
-from tokenspeed.client.protocol.commands import Command, TurnCancel, TurnCreate
+from tokenspeed.client.protocol.commands import Command, TurnCancel
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply
 from tokenspeed.client.turns import Delta, TurnAssembly
@@ -49,13 +49,15 @@ class Link:
                 raise
             return core, core.take(command.id)
 
-    def create(self, command: TurnCreate) -> tuple[Core, TurnAssembly]:
+    def create(self, command: Command) -> tuple[Core, TurnAssembly]:
         """Begin a turn; raises as `request` does."""
         core, reply = self.request(command)
-        if reply.turn is None:
-            raise ProtocolError(f"the reply {reply.id} names no turn")
+        return core, self.turns(core, reply)[0]
+
+    def turns(self, core: Core, reply: Reply) -> list[TurnAssembly]:
+        """The turns that a command began."""
         with self._news:
-            return core, core.turn(reply.turn)
+            return core.turns(reply)
 
     def next_delta(self, turn: TurnAssembly) -> Delta | None:
         """The turn's next delta, as soon as there is one; None after the last."""

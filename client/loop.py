@@ -14,6 +14,7 @@ class ToolLoop:
     """Follows the turns of one `Session.turn`.
 
     Attributes:
+        tools: what runs the calls.
         steps: the turns so far.
         held: answers that were run although another call of the same turn is the caller's to answer. A turn's results
             travel in one input, so these wait for the caller's.
@@ -24,7 +25,7 @@ class ToolLoop:
             raise ValueError(f"max_steps is {max_steps}; it must be at least 1")
         self.steps: tuple[Turn, ...] = ()
         self.held: list[FunctionCallOutputItem] = []
-        self._tools = tools
+        self.tools = tools
         self._max_steps = max_steps
 
     def after(self, turn: Turn) -> list[FunctionCallItem]:
@@ -36,7 +37,7 @@ class ToolLoop:
         self.steps = (*self.steps, turn)
         if turn.reason not in ("tool_calls", "parse_error"):
             return []
-        calls = [call for call in turn.tool_calls if self._tools.runs(call)]
+        calls = [call for call in turn.tool_calls if self.tools.runs(call)]
         if calls and len(calls) == len(turn.tool_calls) and len(self.steps) >= self._max_steps:
             raise StepLimitExceeded(self._max_steps, self.result())
         return calls

@@ -9,7 +9,9 @@ from typing import Literal
 from tokenspeed.client.errors import ProtocolError
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import (
+    MissReason,
     Timings,
+    TokenLogprob,
     TurnDelta,
     TurnEnded,
     TurnEvent,
@@ -46,6 +48,7 @@ class Delta:
         turn: the turn's id; over a tool loop one stream carries several turns.
         name: on a tool call's first delta, the tool's name.
         call_id: on a tool call's first delta, the call's id.
+        logprobs: if asked for, of the tokens sampled since the delta before, whether or not they wrote text.
     """
 
     channel: Channel
@@ -54,6 +57,7 @@ class Delta:
     turn: str
     name: str | None = None
     call_id: str | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,14 @@ class Turn:
         parent: the turn before it, None for a session's first.
         items: the output: reasoning, messages and function calls in the order in which they were generated.
         status: `completed`, `incomplete`, `cancelled`, or `running` in a list.
-        reason: why it ended: `stop`, `tool_calls`, `length`, `context_length`, `cancelled`, `parse_error`.
+        reason: why it ended: `stop`, `tool_calls`, `length`, `context_length`, `cancelled`, `parse_error`, or `warmed`
+            where nothing was to be generated.
         usage: tokens (`Usage`).
         timings: seconds (`Timings`).
-        input: the items that the turn was given.
+        input: the items that the turn was given, in a list of turns.
+        stop_string: the one that ended it.
+        miss_reason: why less was reused than the session had, of a turn that this client took.
+        logprobs: of every output token, if asked for.
         prompt_token_ids, output_token_ids: the exact ids, if asked for.
     """
 
@@ -82,6 +90,9 @@ class Turn:
     usage: Usage
     timings: Timings
     input: list[InputItem] = field(default_factory=list)
+    stop_string: str | None = None
+    miss_reason: MissReason | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     prompt_token_ids: list[int] | None = field(default=None, repr=False)
     output_token_ids: list[int] | None = field(default=None, repr=False)
     _earlier: tuple[Turn, ...] = field(default=(), repr=False)
@@ -124,8 +135,9 @@ class Turn:
             record.usage,
             record.timings,
             record.input,
-            record.prompt_token_ids,
-            record.output_token_ids,
+            record.stop_string,
+            prompt_token_ids=record.prompt_token_ids,
+            output_token_ids=record.output_token_ids,
         )
 
 
@@ -148,6 +160,7 @@ class TurnAssembly:
         self._started: TurnStarted | None = None
         self._items: dict[int, Item] = {}
         self._pieces: dict[int, list[Delta]] = {}
+        self._logprobs: list[TokenLogprob] | None = None
 
     @property
     def over(self) -> bool:
@@ -182,11 +195,15 @@ class TurnAssembly:
                 self._started = event
                 self._parent = event.parent
             case TurnDelta():
-                self._add(Delta(event.channel, event.text, event.item, self.id, event.name, event.call_id))
+                self._add(
+                    Delta(event.channel, event.text, event.item, self.id, event.name, event.call_id, event.logprobs)
+                )
+                self._add_logprobs(event.logprobs)
             case TurnItem():
                 self._finish_item(event.index, event.item)
             case TurnEnded():
                 self.ended = event
+                self._add_logprobs(event.logprobs)
 
     def fail(self, error: Exception) -> None:
         """End the turn for the caller: its remaining events will not arrive."""
@@ -215,6 +232,9 @@ class TurnAssembly:
             ended.reason if ended else None,
             ended.usage if ended else self._planned(),
             ended.timings if ended else Timings(),
+            stop_string=ended.stop_string if ended else None,
+            miss_reason=self._started.miss_reason if self._started else None,
+            logprobs=self._logprobs,
             prompt_token_ids=ended.prompt_token_ids if ended else None,
             output_token_ids=ended.output_token_ids if ended else None,
         )
@@ -228,6 +248,11 @@ class TurnAssembly:
     def _add(self, delta: Delta) -> None:
         self._pieces.setdefault(delta.item, []).append(delta)
         self.deltas.append(delta)
+
+    def _add_logprobs(self, logprobs: list[TokenLogprob] | None) -> None:
+        if logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += logprobs
 
     def _finish_item(self, index: int, item: Item) -> None:
         self._items[index] = item

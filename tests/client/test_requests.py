@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tokenspeed.client.address import Address
-from tokenspeed.client.protocol.commands import Sampling
+from tokenspeed.client.protocol.commands import Sampling, TurnCreate
 from tokenspeed.client.protocol.items import FunctionCallOutputItem, MessageItem
-from tokenspeed.client.requests import input_of, sampling_of, turn_create
+from tokenspeed.client.requests import TurnInput, input_of, sampling_of, turn_request, with_held
 from tokenspeed.client.tools import tool_output
 
 
@@ -49,9 +49,15 @@ def test_single_options_win_over_the_bundle() -> None:
 
 def test_held_answers_join_the_callers() -> None:
     held = (tool_output("a", "mine"), tool_output("b", "mine"))
-    command = turn_create("s", [tool_output("b", "theirs"), tool_output("c", "theirs")], None, held)
+
+    def command_of(value: TurnInput) -> TurnCreate:
+        command = turn_request("s", value, {}).command
+        assert isinstance(command, TurnCreate)
+        return with_held(command, held)
+
+    command = command_of([tool_output("b", "theirs"), tool_output("c", "theirs")])
     assert [(item.call_id, item.text) for item in command.input] == [("a", "mine"), ("b", "theirs"), ("c", "theirs")]
-    assert turn_create("s", "something else", None, held).input == "something else"
+    assert command_of("something else").input == "something else"
 
 
 def test_the_address_comes_from_arguments_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
