@@ -1,4 +1,4 @@
-"""Greedy decoding of many prompts at once with the training model: one padded prefill, then one token a row at a time."""
+"""Greedy decoding of many prompts at once with the training model: one padded prefill, then a token a row a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Greedy:
         cos, sin = model.rotary(places.unsqueeze(0))
         x, caches = model.model.embed_tokens(ids), []
         row = torch.arange(rows, device=self.device)[:, None]
-        for layer in model.model.layers:
+        for layer in model.model.stack():
             y = layer.input_layernorm(x, model.dtype)
             if layer.recurrent:
                 y, raw, state = layer.linear_attn.prefill(y, valid)
@@ -72,7 +72,7 @@ class Greedy:
         model = self.model
         cos, sin = model.rotary(lengths[:, None])
         x = model.model.embed_tokens(token[:, None])
-        for layer, cache in zip(model.model.layers, caches, strict=True):
+        for layer, cache in zip(model.model.stack(), caches, strict=True):
             x = self.mix(layer, x, cache, cos, sin, lengths)
         return model.logits(model.model.norm(x[:, 0], model.dtype)).argmax(-1)
 

@@ -2,9 +2,9 @@
 
     python examples/pocket/evaluate.py tokenspeed/pocket --seed 1 --count 300 --write examples/pocket/eval.json
 
-Values, tools and wordings come from the half of the generator's world that training never draws. Every scored answer is
-decoded greedily after the true history. By default the decoding is done by the product's own engine on the CPU; with
-`--trainer` by the training model, in large batches, on a GPU if there is one.
+Names, numbers, codes, phrases, verb-object pairs, tool schemas and combinations of wordings come from the part of the
+generator's world that training never draws. Every scored answer is decoded greedily after the true history, by default
+with the product's own engine on the CPU, with `--trainer` by the training model in large batches.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def typed(text: str, schema: dict[str, Any]) -> Any:
 
 
 def collect(encoder: Encoder, seed: int, count: int) -> list[Case]:
-    """`count` cases of each scored kind."""
+    """`count` cases of the promised kinds, a third of it of the others."""
     cases: dict[str, list[Case]] = defaultdict(list)
-    wanted = ("recall", "unknown", "choice", "parallel", "result", "none")
+    wanted = dict.fromkeys(("recall", "choice", "result"), count)
+    wanted |= dict.fromkeys(("unknown", "parallel", "none"), -(-count // 3))
     dialogue_seed = FIRST_SEED + seed * 1_000_000
-    while any(len(cases[kind]) < count for kind in wanted):
+    while any(len(cases[kind]) < number for kind, number in wanted.items()):
         dialogue_seed += 1
         dialogue = Dialogue(dialogue_seed, evaluation=True, most_tools=8, least_tools=3)
         for _ in range(13):
@@ -92,7 +93,7 @@ def collect(encoder: Encoder, seed: int, count: int) -> list[Case]:
                 if before.role != "user":
                     continue
                 kind = "choice" if len(message.calls) == 1 else "parallel"
-            if kind not in wanted or len(cases[kind]) >= count:
+            if kind not in wanted or len(cases[kind]) >= wanted[kind]:
                 continue
             history = dialogue.messages[:place]
             segments = render(dialogue.schemas, dialogue.system, history) + opening()
@@ -202,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Score a pocket model on held-out dialogues.")
     parser.add_argument("directory", type=Path, help="of the model")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=300, help="cases of each kind")
+    parser.add_argument("--count", type=int, default=300, help="cases of each promised kind")
     parser.add_argument("--trainer", action="store_true", help="decode with the training model instead of the engine")
     parser.add_argument("--batch", type=int, default=100, help="prompts a batch")
     parser.add_argument("--write", type=Path, help="where to write the figures")

@@ -40,7 +40,8 @@ def attribute_of(entry: dict[str, Any], noun: str = "", kind: str = "") -> Attri
 
 def nouns(table: str) -> list[tuple[str, str]]:
     """(noun, kind) pairs of a table whose nouns may hold spaces."""
-    pairs, words = [], []
+    pairs: list[tuple[str, str]] = []
+    words: list[str] = []
     for word in table.split():
         if ":" in word:
             last, kind = word.split(":")

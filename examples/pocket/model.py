@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class Shape:
         ]
 
 
-def config_json(shape: Shape, end: int, pad: int, context: int) -> dict:
+def config_json(shape: Shape, end: int, pad: int, context: int) -> dict[str, Any]:
     """The checkpoint's `config.json` for a shape; `end` and `pad` are token ids, `context` is in tokens."""
     sizes = asdict(shape)
     theta, partial = sizes.pop("rope_theta"), sizes.pop("partial_rotary_factor")
@@ -87,7 +88,7 @@ def config_json(shape: Shape, end: int, pad: int, context: int) -> dict:
     }
 
 
-def shape_of(config: dict) -> Shape:
+def shape_of(config: dict[str, Any]) -> Shape:
     """The shape that a `config.json` describes."""
     rope = config["rope_parameters"]
     known = {name: config[name] for name in asdict(Shape()) if name in config}
@@ -127,7 +128,7 @@ class UnitLowerInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, lower: Tensor) -> Tensor:
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
         size, block = lower.shape[-1], DIAGONAL
         eye = torch.eye(block, dtype=lower.dtype, device=lower.device)
         starts = range(0, size, block)
@@ -150,7 +151,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
         return -(transposed @ grad @ transposed).tril(-1)
@@ -448,6 +449,10 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, kind, dtype) for kind in shape.layer_types)
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
+    def stack(self) -> list[Layer]:
+        """The layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
 
 class DraftHead(nn.Module):
     """`mtp.*`: drafts token t + 2 from the hidden vector at t (after the final norm) and the token t + 1."""
@@ -488,7 +493,7 @@ class Pocket(nn.Module):
         cos, sin = self.rotary(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
         x = self.model.embed_tokens(ids)
         losses = []
-        for layer in self.model.layers:
+        for layer in self.model.stack():
             x, balance = layer(x, cos, sin)
             losses.append(balance)
         return self.model.norm(x, self.dtype), torch.stack(losses).mean()

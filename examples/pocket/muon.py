@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float, decay: float) -> None:
         self.muon_lr, self.decay, self.momentum = muon_lr, decay, 0.95
-        matrices: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        matrices: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         others = []
         for name, parameter in model.named_parameters():
             small = min(parameter.shape[-2:]) < 16 if parameter.ndim > 1 else True
@@ -65,15 +66,15 @@ class Optimizer:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def parameters(self) -> Iterable[nn.Parameter]:
+    def parameters(self) -> Iterable[Tensor]:
         yield from self.others
         for group in self.groups:
             yield from group
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         return {"adam": self.adam.state_dict(), "muon": self.buffers}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
         for buffer, stored in zip(self.buffers, state["muon"], strict=True):
             buffer.copy_(stored)

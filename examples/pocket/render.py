@@ -24,7 +24,16 @@ HOW_TO_CALL = (
 )
 
 # Labels of text, which set its weight in the loss.
-READ, WRITTEN, NAME, KEY, VALUE, RECALLED, QUOTED, FIRST = ["read", "written", "name", "key", "value", "recalled", "quoted", "first"]
+READ, WRITTEN, NAME, KEY, VALUE, RECALLED, QUOTED, FIRST = [
+    "read",
+    "written",
+    "name",
+    "key",
+    "value",
+    "recalled",
+    "quoted",
+    "first",
+]
 
 
 class Segment(NamedTuple):

@@ -1,5 +1,5 @@
-"""The tokenizer: byte-level BPE whose pre-tokens are letter runs, single digits, runs of spaces, single newlines and single
-punctuation marks, so that a value splits the same way in a request, a schema and a call.
+"""The tokenizer: byte-level BPE whose pre-tokens are letter runs, single digits, runs of spaces, single newlines and
+single punctuation marks, so that a value splits the same way in a request, a schema and a call.
 
     python examples/pocket/tokenizer.py tokenspeed/pocket        # train and write tokenizer.json
 """

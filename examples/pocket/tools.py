@@ -219,7 +219,10 @@ def composed_tool(pair: tuple[str, str], values: Values, opaque: bool, words: tu
         params.append(extra)
     name = opaque_name(values) if opaque else composed_name(verb_word.replace(" ", "_"), thing_word, values)
     wordings = OBJECTS.get(thing, (thing,))
-    asks = tuple(f"!{v} the {o} {{0}}{tail}" for v in verbs for o in wordings)
+    pairs = [(v, o) for v in verbs for o in wordings]
+    if values.chance(0.5) and len(pairs) > 1:
+        pairs.remove((verb_word, thing_word))  # requests then never have both of the schema's words
+    asks = tuple(f"!{v} the {o} {{0}}{tail}" for v, o in pairs)
     if not tail and verb in QUESTIONS:
         asks += tuple(form.replace("OBJECT", o) for form in QUESTIONS[verb] for o in wordings)
     article = "an" if thing_word[0] in "aeiou" else "a"

@@ -1,9 +1,9 @@
 """Trains the pocket model on generated dialogues, on one GPU.
 
-    python examples/pocket/train.py --total-s 1080 --call-s 540 --checkpoint /tmp/pocket.pt --out /tmp/pocket
+    python examples/pocket/train.py --total-s 1040 --call-s 570 --checkpoint /tmp/run.pt --out /tmp/pocket
 
-A run may be cut into calls: each goes on from the checkpoint until `--call-s` seconds have passed, and the learning rate
-falls linearly to zero at `--total-s` seconds of training over all calls (compilation not counted).
+A run may be cut into calls: each goes on from the checkpoint until `--call-s` seconds have passed, and the learning
+rate falls linearly to zero at `--total-s` seconds of training over all calls (compilation not counted).
 """
 
 from __future__ import annotations
@@ -113,6 +113,10 @@ class Run:
         result = {label: round(float(np.mean(values)), 4) for label, values in right.items() if values}
         return {**result, "mtp": round(torch.stack(drafted).mean().item(), 4)}
 
+    def place(self) -> str:
+        """How far the training is, in words."""
+        return f"{self.seconds:6.0f} s  step {self.steps}  {self.slots / 1e6:.0f} M slots"
+
     def store(self, path: Path) -> None:
         """Write the checkpoint beside its place, then move it there."""
         state = {
@@ -184,13 +188,11 @@ def main() -> None:
     config = config_json(model.shape, encoder.control["<|im_end|>"], encoder.control["<|endoftext|>"], 32768)
     (arguments.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     held_out = [batch(encoder, random.Random(99 + i), 1024, 8, evaluation=True) for i in range(2)]
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {run.steps} steps done, {time.monotonic() - began:.0f} s to start",
-        flush=True,
-    )
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size:,} parameters, {run.steps} steps done, {time.monotonic() - began:.0f} s to start", flush=True)
 
     watchdog = Watchdog()
-    seen: set[tuple] = set()
+    seen: set[tuple[tuple[int, ...], bool]] = set()
     last_report, recent = time.monotonic(), []
     tick = time.monotonic()
     while time.monotonic() - began < arguments.call_s and run.seconds < arguments.total_s:
@@ -212,19 +214,15 @@ def main() -> None:
         tick = now
         if now - last_report > arguments.report_s or run.steps in (50, 200):
             loss = torch.stack(recent).mean().item()
-            rate = sum(1 for _ in recent) * ids.size / (time.monotonic() - last_report)
-            print(
-                f"{run.seconds:6.0f} s  step {run.steps}  {run.slots / 1e6:.0f} M slots  {rate / 1e3:.0f} K/s  queue {feeder.batches.qsize()}  "
-                f"loss {loss:.4f}  {run.scores(held_out)}",
-                flush=True,
-            )
+            rate = len(recent) * ids.size / (time.monotonic() - last_report) / 1e3
+            print(f"{run.place()}  {rate:.0f} K/s  loss {loss:.4f}  {run.scores(held_out)}", flush=True)
             run.store(arguments.checkpoint)
             save(model, arguments.out / "model.safetensors")
             last_report, recent, tick = time.monotonic(), [], time.monotonic()
     feeder.stop()
     run.store(arguments.checkpoint)
     save(model, arguments.out / "model.safetensors")
-    print(f"{run.seconds:6.0f} s  step {run.steps}  {run.slots / 1e6:.0f} M slots  {run.scores(held_out)}", flush=True)
+    print(f"{run.place()}  {run.scores(held_out)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -195,9 +195,28 @@ class Values:
                 self.pick(WEEKDAYS),
                 "tomorrow",
                 f"{self.pick(WEEKDAYS)} {self.clock()}",
-                f"{self.pick(['tomorrow', 'today', self.pick(WEEKDAYS)])} at {self.pick([self.clock(), str(self.random.randint(1, 12)), 'noon'])}",
+                " at ".join(
+                    [
+                        self.pick(["tomorrow", "today", self.pick(WEEKDAYS)]),
+                        self.pick([self.clock(), str(self.random.randint(1, 12)), "noon"]),
+                    ]
+                ),
                 f"next {self.pick(WEEKDAYS)}",
                 f"in {self.count()} {self.pick(['hours', 'minutes', 'days'])}",
+            ]
+        )
+
+    def occasion(self) -> str:
+        """A moment as a sentence ends with it."""
+        day, clock = self.pick([*WEEKDAYS, self.date()]), self.clock()
+        return self.pick(
+            [
+                self.moment(),
+                f"on {day}",
+                f"at {clock} on {day}",
+                f"on {day} at {clock}",
+                f"{day}, {clock}",
+                f"next {day}",
             ]
         )
 
@@ -230,11 +249,13 @@ class Values:
         )
 
     def url(self) -> str:
-        return f"https://{self.opaque()}.{self.pick(['com', 'org', 'dev'])}/{self.letters()}{self.pick(['', '?q=' + self.pin()])}"
+        host = f"https://{self.opaque()}.{self.pick(['com', 'org', 'dev'])}"
+        return f"{host}/{self.letters()}{self.pick(['', '?q=' + self.pin()])}"
 
     def path(self) -> str:
         name = f"{self.thing()}{self.pick(['', '_' + self.thing(), self.pin()])}"
-        return f"{self.pick(['', '/', '/home/', 'docs/', 'src/'])}{name}.{self.pick(['txt', 'py', 'md', 'csv', 'pdf', 'json'])}"
+        folder = self.pick(["", "/", "/home/", "docs/", "src/"])
+        return f"{folder}{name}.{self.pick(['txt', 'py', 'md', 'csv', 'pdf', 'json'])}"
 
     def version(self) -> str:
         return ".".join(str(self.random.randint(0, 30)) for _ in range(3))
@@ -247,7 +268,8 @@ class Values:
     def title(self) -> str:
         roll = self.random.random()
         if roll < 0.4:
-            return f"{self.pick(['The ', '', 'A '])}{self.pick(ADJECTIVES).capitalize()} {self.pick([*NOUNS, self.opaque()]).capitalize()}"
+            start = self.pick(["The ", "", "A "]) + self.pick(ADJECTIVES).capitalize()
+            return f"{start} {self.pick([*NOUNS, self.opaque()]).capitalize()}"
         if roll < 0.7:
             return " ".join(
                 self.pick([self.pick(ADJECTIVES), self.pick(NOUNS), self.opaque()])
@@ -345,6 +367,5 @@ class Values:
         return self.pick(STATES)
 
 
-CLOSED = frozenset(
-    ["count", "temperature", "percent", "colour", "animal", "food", "drink", "hobby", "job", "language", "weekday", "season", "currency", "unit", "place", "sky", "state"]
-)
+FEW = ("count", "temperature", "percent", "colour", "animal", "food", "drink", "hobby", "job", "language", "weekday")
+CLOSED = frozenset((*FEW, "season", "currency", "unit", "place", "sky", "state"))  # their values are in both halves
