@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from tokenspeed.client.protocol.events import TurnDelta, TurnEvent, TurnProgress
+from tokenspeed.client.protocol.events import TokenLogprob, TurnDelta, TurnEvent, TurnProgress
 
 MERGE_FROM = 256
 """Unread events from which deltas merge. A reader that keeps up sees each delta by itself."""
@@ -62,17 +62,19 @@ class Channel:
 
 
 class _Entry:
-    """An unread event; the texts of merged deltas are joined only when it is read."""
+    """An unread event; what merged deltas bear is joined only when it is read."""
 
     def __init__(self, event: TurnEvent) -> None:
         self.event = event
         self._texts: list[str] = [event.text] if isinstance(event, TurnDelta) else []
+        self._logprobs: list[TokenLogprob] = list(event.logprobs or []) if isinstance(event, TurnDelta) else []
 
     def merge(self, event: TurnEvent) -> bool:
         """Take `event` in, if it continues this one."""
         mine = self.event
         if isinstance(mine, TurnDelta) and isinstance(event, TurnDelta) and mine.item == event.item:
             self._texts.append(event.text)
+            self._logprobs += event.logprobs or []
             self.event = msgspec.structs.replace(mine, seq=event.seq, first=_first(mine))
             return True
         if isinstance(mine, TurnProgress) and isinstance(event, TurnProgress):
@@ -82,7 +84,7 @@ class _Entry:
 
     def whole(self) -> TurnEvent:
         if isinstance(self.event, TurnDelta) and len(self._texts) > 1:
-            return msgspec.structs.replace(self.event, text="".join(self._texts))
+            return msgspec.structs.replace(self.event, text="".join(self._texts), logprobs=self._logprobs or None)
         return self.event
 
 

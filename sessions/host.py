@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 
 from tokenspeed.client.protocol.commands import (
     Command,
-    Sampling,
     SessionClose,
     SessionFork,
     SessionGet,
     SessionList,
     SessionOpen,
+    SessionRegenerate,
     SessionRewind,
     SessionTurns,
+    SessionUpdate,
     SessionUsage,
     TurnCancel,
     TurnCreate,
+    TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
-from tokenspeed.client.protocol.events import Reply, SessionRecord, TurnEnded, TurnEvent
-from tokenspeed.client.protocol.items import FunctionTool, InputItem
-from tokenspeed.config.sampling import SamplingParams
-from tokenspeed.engine.client import EngineClient
+from tokenspeed.client.protocol.events import Reply, Residency, SessionRecord, TurnEnded, TurnEvent, TurnRecord
+from tokenspeed.engine.client import EngineClient, EngineGone
 from tokenspeed.engine.messages import EngineInfo
+from tokenspeed.sessions.book import SessionBook
+from tokenspeed.sessions.bounds import MAX_ANSWERS, MAX_FORKS, MAX_PAGE, check_number
 from tokenspeed.sessions.channel import Channel
-from tokenspeed.sessions.formats.arguments import ParameterTypes
+from tokenspeed.sessions.chat import ChatModel
+from tokenspeed.sessions.defaults import Defaults
 from tokenspeed.sessions.formats.output import OutputParser
-from tokenspeed.sessions.formats.qwen import QwenFormat
-from tokenspeed.sessions.formats.selftest import self_test
-from tokenspeed.sessions.formats.template import ChatTemplate
+from tokenspeed.sessions.order import TurnOrder, another_answer, next_turn
+from tokenspeed.sessions.reporter import TurnReporter
 from tokenspeed.sessions.running import RunningTurn
-from tokenspeed.sessions.sampling import checkpoint_sampling, resolve
-from tokenspeed.sessions.session import Defaults, Session, checked_input
-from tokenspeed.sessions.store import TurnStore
-from tokenspeed.sessions.tokenizer import ChatTokenizer
-from tokenspeed.sessions.transcript import Transcript
-from tokenspeed.sessions.turn import Prompt, Turn, path
-
-MAX_FORKS = 64
-"""Sessions that one `session.fork` may make."""
-
-_LONG_INPUT = 16_384
-"""Characters from which an input is tokenised on a thread, so that the event loop is not held up by it."""
+from tokenspeed.sessions.session import Session, checked_input
+from tokenspeed.sessions.turn import Turn, path
 
 
 class SessionHost:
@@ -70,21 +64,8 @@ class SessionHost:
         """
         self._engine = engine
         self._owner = owner
-        self._model = model_name or engine.info.model
-        self._tokenizer = ChatTokenizer(model_directory)
-        if self._tokenizer.largest_id >= engine.info.vocab_size:
-            raise ValueError(
-                f"the tokenizer has ids up to {self._tokenizer.largest_id}, the model only up to "
-                f"{engine.info.vocab_size - 1}"
-            )
-        template = ChatTemplate.load(model_directory)
-        self._format = QwenFormat(template, self._tokenizer)
-        self_test(self._format, template)
-        self._transcript = Transcript(self._format, self._tokenizer)
-        self._checkpoint_sampling = checkpoint_sampling(model_directory)
-        self._sessions: dict[str, Session] = {}
-        self._turns = TurnStore()
-        self._latest: dict[str, Session] = {}  # each session's newest turn, running or ended
+        self._chat = ChatModel(engine.info, model_directory, model_name)
+        self._book = SessionBook(engine, self._new_id)
         self._channels: dict[str, Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -95,10 +76,10 @@ class SessionHost:
     @property
     def model(self) -> str:
         """The name that clients use for the model."""
-        return self._model
+        return self._chat.name
 
     async def request(self, tenant: str, command: Command, channel: str) -> Reply:
-        """Carry out a command. A turn's id is in the reply to `turn.create`, its events follow on `channel`.
+        """Carry out a command. A turn's id is in the reply that begins it, its events follow on `channel`.
 
         `turn.cancel` and `session.close` reply once the turn has ended.
 
@@ -107,33 +88,39 @@ class SessionHost:
         """
         match command:
             case SessionOpen():
-                return Reply(command.id, session=self._record(self._open(tenant, command)))
+                return await self._open(tenant, command)
             case TurnCreate():
-                return Reply(command.id, turn=await self._create(tenant, command, channel))
+                return await self._create(tenant, command, channel)
+            case TurnGet():
+                return Reply(command.id, turns=[self._turn(tenant, command)])
             case TurnCancel():
                 return Reply(command.id, turn=command.turn, head=await self._cancel(tenant, command))
+            case SessionRegenerate():
+                return Reply(command.id, turn=self._regenerate(tenant, command, channel))
+            case SessionUpdate():
+                return await self._update(tenant, command)
             case SessionFork():
                 return Reply(command.id, sessions=[self._record(fork) for fork in self._fork(tenant, command)])
             case SessionRewind():
                 session = self._rewind(tenant, command)
                 return Reply(command.id, session=self._record(session), head=_id_of(session.head))
             case SessionGet():
-                return Reply(command.id, session=self._record(self._find(tenant, command.session)))
+                return Reply(command.id, session=await self._described(self._book.find(tenant, command.session)))
             case SessionList():
-                own = [session for session in self._sessions.values() if session.tenant == tenant]
-                return Reply(command.id, sessions=[self._record(session) for session in own])
+                check_number("limit", command.limit, MAX_PAGE, 1)
+                found, more = self._book.page(tenant, command.labels, command.limit, command.after)
+                records = [self._record(session) for session in found]
+                return Reply(command.id, sessions=records, after=found[-1].id if more else None)
             case SessionTurns():
-                session = self._find(tenant, command.session)
+                session = self._book.find(tenant, command.session)
                 running = [session.running.record()] if session.running else []
                 turns = [turn.record(command.token_ids) for turn in path(session.head)]
                 return Reply(command.id, turns=turns + running)
             case SessionUsage():
-                return Reply(command.id, totals=self._find(tenant, command.session).totals.report())
+                return Reply(command.id, totals=self._book.find(tenant, command.session).totals.report())
             case SessionClose():
                 await self._close(tenant, command)
                 return Reply(command.id)
-            case _:
-                raise SessionError("bad_request", f"{type(command).__name__} is not served")
 
     def events(self, channel: str) -> AsyncIterator[TurnEvent]:
         """The events of all turns that `channel` started, until it is closed. One reader a channel."""
@@ -147,194 +134,230 @@ class SessionHost:
 
     async def close(self) -> None:
         """End all turns, keeping their partial output, and all channels. The engine stays as it is."""
-        for session in self._sessions.values():
+        for session in self._book:
             if session.running is not None:
                 session.running.cancel("partial")
         await asyncio.gather(*self._tasks)
         for channel in list(self._channels):
             await self.close_channel(channel)
 
-    def _open(self, tenant: str, command: SessionOpen) -> Session:
-        if command.model is not None and command.model != self._model:
-            raise SessionError("bad_request", f"the model {command.model!r} is not served here; {self._model!r} is")
-        if command.reasoning == "drop" and self._format.visible_opening is None:
-            raise SessionError("bad_request", "this model's chat template keeps all reasoning; it cannot be dropped")
-        tools = command.tools or []
-        _check_tools(tools)
-        self._resolve(command.sampling)
-        instructions = command.instructions or None
-        preamble = self._transcript.preamble(instructions, tools)
-        self._check_length(len(preamble.ids))
-        defaults = Defaults(
-            instructions=instructions,
-            tools=tools,
-            sampling=command.sampling or Sampling(),
-            reasoning=command.reasoning or "keep",
-            labels=command.labels or {},
-            preamble=preamble,
-            types=ParameterTypes(tools),
-        )
-        return self._add_session(tenant, defaults, None)
+    # ------------------------------------------------------------------ sessions
 
-    async def _create(self, tenant: str, command: TurnCreate, channel: str) -> str:
-        if command.session is None:
-            raise SessionError("bad_request", "turn.create needs a session")
-        session = self._find(tenant, command.session)
-        session.check_idle()
-        sampling = self._resolve(command.sampling, session.defaults.sampling)
-        items = checked_input(command.input, session.head)
-        # Taken before the wait below: should the channel close meanwhile, its successor is not written to.
-        events = self._channel(channel)
-        session.preparing = True
+    async def _open(self, tenant: str, command: SessionOpen) -> Reply:
+        if command.model is not None and command.model != self.model:
+            raise SessionError("bad_request", f"the model {command.model!r} is not served here; {self.model!r} is")
+        head = self._book.find_turn(tenant, command.from_) if command.from_ is not None else None
+        before = head.defaults if head else self._chat.bare
+        with self._book.holding(head):
+            defaults = await self._chat.changed(
+                before,
+                instructions=command.instructions,
+                tools=command.tools,
+                sampling=command.sampling,
+                reasoning=command.reasoning,
+                labels=command.labels,
+            )
+            lost = await self._lost(head, before, defaults)
+            session = self._book.add(tenant, defaults, head)
+        return Reply(command.id, session=self._record(session), lost_tokens=lost if head else None)
+
+    async def _update(self, tenant: str, command: SessionUpdate) -> Reply:
+        session = self._book.find(tenant, command.session)
+        prompting = (command.instructions, command.tools, command.reasoning) != (None, None, None)
+        with _preparing(session) if prompting or session.preparing else contextlib.nullcontext():
+            before = session.defaults
+            defaults = await self._chat.changed(
+                before,
+                instructions=command.instructions,
+                tools=command.tools,
+                sampling=command.sampling,
+                reasoning=command.reasoning,
+                labels=command.labels,
+            )
+            lost = await self._lost(session.head, before, defaults)
+        session = self._book.find(tenant, command.session)  # it may have been closed meanwhile
+        session.defaults = defaults
+        return Reply(command.id, session=self._record(session), lost_tokens=lost)
+
+    async def _lost(self, head: Turn | None, before: Defaults, after: Defaults) -> int:
+        """Cached ids of `head` that the next turn cannot reuse, if it is taken under other defaults."""
+        if head is None or after is before:
+            return 0
+        drops = after.reasoning == "drop" and before.reasoning == "keep"
+        kept = self._chat.transcript.kept(after.preamble, head, drops)
+        if kept == head.length:
+            return 0
+        [cached] = await self._resident([head])
+        return max(0, cached - kept)
+
+    async def _resident(self, turns: list[Turn]) -> list[int]:
         try:
-            prompt = await self._prompt(session, items)
-        finally:
-            session.preparing = False
-        self._find(tenant, command.session)  # it may have been closed meanwhile
-        self._check_length(prompt.length)
-        return self._start(session, items, prompt, sampling, events, command.token_ids)
+            return await self._engine.residency([turn.id for turn in turns])
+        except EngineGone:  # and its cache with it
+            return [0] * len(turns)
 
-    async def _prompt(self, session: Session, items: list[InputItem]) -> Prompt:
+    async def _described(self, session: Session) -> SessionRecord:
+        record, preamble = self._record(session), session.defaults.preamble
+        turns = path(session.head)
+        lengths = await self._resident(turns) if turns else []
+        record.residency = Residency(device=lengths[-1] if turns else 0)
+        record.rewind_points = [
+            turn.id
+            for turn, length in zip(turns, lengths, strict=True)
+            if length >= turn.length - 1 and self._chat.transcript.kept(preamble, turn, drops=False)
+        ]
+        return record
+
+    def _fork(self, tenant: str, command: SessionFork) -> list[Session]:
+        session = self._book.find(tenant, command.session)
+        check_number("n", command.n, MAX_FORKS, 1)
+        head = session.head if command.at is None else session.turn_in_lineage(command.at)
+        return [self._book.add(tenant, session.defaults, head) for _ in range(command.n)]
+
+    def _rewind(self, tenant: str, command: SessionRewind) -> Session:
+        session = self._book.find(tenant, command.session)
+        session.check_idle()
+        self._book.move(session, None if command.to == "start" else session.turn_in_lineage(command.to))
+        return session
+
+    async def _close(self, tenant: str, command: SessionClose) -> None:
+        session = self._book.find(tenant, command.session)
+        running = session.running
+        if running is not None:
+            running.cancel("nothing")
+            await running.done.wait()
+        self._book.remove(session)
+
+    # ------------------------------------------------------------------ turns
+
+    async def _create(self, tenant: str, command: TurnCreate, channel: str) -> Reply:
+        if (command.session is None) == (command.parent is None):
+            raise SessionError("bad_request", "turn.create takes a session or a parent, and one of them")
+        check_number("n", command.n, MAX_ANSWERS, 1)
+        # Taken before any wait: should the channel close meanwhile, its successor is not written to.
+        events = self._channel(channel)
+        if command.session is not None:
+            return await self._create_in(self._book.find(tenant, command.session), command, events)
+        if command.expect_head is not None:
+            raise SessionError("bad_request", "expect_head wants a session; a parent says itself where it stands")
+        parent = self._book.find_turn(tenant, command.parent or "")
+        with self._book.holding(parent):
+            order, lost = await self._order(command, parent.defaults, parent)
+            self._chat.check_length(order.prompt.length)
+            sessions = [self._book.add(tenant, order.defaults, parent) for _ in range(command.n)]
+        turns = [
+            self._start(session, _with_seed(order, number), events, command.token_ids)
+            for number, session in enumerate(sessions)
+        ]
+        records = [self._record(session) for session in sessions]
+        if command.n == 1:
+            return Reply(command.id, session=records[0], turn=turns[0], lost_tokens=lost)
+        return Reply(command.id, sessions=records, turn_ids=turns, lost_tokens=lost)
+
+    async def _create_in(self, session: Session, command: TurnCreate, events: Channel) -> Reply:
+        if command.n != 1:
+            raise SessionError("bad_request", f"n is {command.n}; in a session it must be 1")
+        with _preparing(session):
+            session.check_head(command.expect_head)
+            order, lost = await self._order(command, session.defaults, session.head)
+        self._book.find(session.tenant, session.id)  # it may have been closed meanwhile
+        self._chat.check_length(order.prompt.length)
+        session.defaults = order.defaults
+        return Reply(command.id, turn=self._start(session, order, events, command.token_ids), lost_tokens=lost)
+
+    async def _order(self, command: TurnCreate, before: Defaults, head: Turn | None) -> tuple[TurnOrder, int | None]:
+        """The turn that is asked for, and what it loses if it changes the defaults."""
+        sampling = self._chat.sampling(command.sampling, before.sampling)
+        items = checked_input(command.input, head)
+        defaults = await self._chat.changed(before, instructions=command.instructions, tools=command.tools)
+        lost = await self._lost(head, before, defaults) if defaults is not before else None
+        prompt = await self._chat.prompt(defaults, head, items, command.generate)
+        return next_turn(head, items, prompt, defaults, sampling, command.generate), lost
+
+    def _regenerate(self, tenant: str, command: SessionRegenerate, channel: str) -> str:
+        session = self._book.find(tenant, command.session)
+        session.check_idle()
+        turn = session.head if command.of is None else session.turn_in_lineage(command.of)
+        if turn is None:
+            raise SessionError("bad_request", f"session {session.id} has no turn yet to answer anew")
         defaults = session.defaults
-        given = (defaults.preamble, defaults.reasoning, session.head, items)
-        if sum(len(item.text) for item in items) < _LONG_INPUT:
-            return self._transcript.prompt(*given)
-        return await asyncio.to_thread(self._transcript.prompt, *given)
+        sampling = self._chat.sampling(command.sampling, defaults.sampling)
+        prompt = self._chat.transcript.again(defaults.preamble, turn)
+        self._chat.check_length(prompt.length)
+        order = another_answer(turn, prompt, defaults, sampling)
+        return self._start(session, order, self._channel(channel), command.token_ids)
 
-    def _start(
-        self,
-        session: Session,
-        items: list[InputItem],
-        prompt: Prompt,
-        sampling: SamplingParams,
-        channel: Channel,
-        token_ids: bool,
-    ) -> str:
-        stops = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops |= frozenset(self._engine.info.eos_token_ids)
+    def _start(self, session: Session, order: TurnOrder, channel: Channel, token_ids: bool) -> str:
+        turn_id = self._new_id("resp")
         running = RunningTurn(
-            turn_id=self._new_id("resp"),
-            session_id=session.id,
+            turn_id=turn_id,
             tenant=session.tenant,
-            parent=session.head,
-            items=items,
-            prompt=prompt,
-            sampling=sampling,
-            parser=OutputParser(self._format, self._tokenizer, session.defaults.types, stops, self._new_id),
+            order=order,
+            parser=OutputParser(
+                self._chat.format,
+                self._chat.tokenizer,
+                order.defaults.types,
+                self._chat.stop_ids(order.sampling),
+                self._new_id,
+                order.sampling.stop,
+            ),
             engine=self._engine,
-            emit=channel.put,
+            reporter=TurnReporter(session.id, turn_id, channel.put),
         )
-        if session.latest is not None:
-            self._latest.pop(session.latest, None)
-        session.running, session.latest = running, running.id
-        self._latest[running.id] = session
+        session.running = running
+        self._book.begin(session, turn_id)
         task = asyncio.create_task(self._run(session, running, channel, token_ids))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return running.id
+        return turn_id
 
     async def _run(self, session: Session, running: RunningTurn, channel: Channel, token_ids: bool) -> None:
         outcome = await running.run()
         session.running = None
         session.totals.add(outcome.usage)
         if outcome.turn is not None:
-            self._turns.add(session.tenant, outcome.turn)
-            self._move(session, outcome.turn)
+            self._book.stand_on(session, outcome.turn)
         kept = outcome.turn if token_ids else None
         channel.put(
             TurnEnded(
                 session=session.id,
                 turn=running.id,
-                seq=running.next_seq(),
+                seq=running.reporter.next_seq(),
                 status=outcome.status,
                 reason=outcome.reason,
                 usage=outcome.usage,
                 timings=outcome.timings,
                 head=_id_of(session.head),
                 error=outcome.error,
+                stop_string=outcome.turn.stop_string if outcome.turn else None,
+                logprobs=running.reporter.rest(),
                 prompt_token_ids=kept.prompt.ids().tolist() if kept else None,
                 output_token_ids=kept.output_ids.tolist() if kept else None,
             )
         )
         running.done.set()
 
+    def _turn(self, tenant: str, command: TurnGet) -> TurnRecord:
+        session = self._book.with_latest(tenant, command.turn)
+        if session is not None and session.running is not None:
+            return session.running.record()
+        return self._book.find_turn(tenant, command.turn).record(command.token_ids)
+
     async def _cancel(self, tenant: str, command: TurnCancel) -> str | None:
         """The head that results. A turn that has ended stays as it is."""
-        session = self._latest.get(command.turn)
-        if session is not None and session.tenant == tenant:
-            if session.running is not None:
-                running = session.running
-                running.cancel(command.keep)
-                await running.done.wait()
-            return _id_of(session.head)
-        if self._turns.find(tenant, command.turn) is None:
-            raise SessionError("turn_not_found", f"there is no turn {command.turn}")
-        return command.turn
-
-    def _fork(self, tenant: str, command: SessionFork) -> list[Session]:
-        session = self._find(tenant, command.session)
-        if not 1 <= command.n <= MAX_FORKS:
-            raise SessionError("bad_request", f"n is {command.n}; it must be between 1 and {MAX_FORKS}")
-        head = session.head if command.at is None else session.turn_in_lineage(command.at)
-        return [self._add_session(tenant, session.defaults, head) for _ in range(command.n)]
-
-    def _rewind(self, tenant: str, command: SessionRewind) -> Session:
-        session = self._find(tenant, command.session)
-        session.check_idle()
-        self._move(session, None if command.to == "start" else session.turn_in_lineage(command.to))
-        return session
-
-    async def _close(self, tenant: str, command: SessionClose) -> None:
-        session = self._find(tenant, command.session)
-        running = session.running
-        if running is not None:
-            running.cancel("nothing")
+        session = self._book.with_latest(tenant, command.turn)
+        if session is None:
+            return self._book.find_turn(tenant, command.turn).id
+        if session.running is not None:
+            running = session.running
+            running.cancel(command.keep)
             await running.done.wait()
-        if self._sessions.pop(session.id, None) is not None:
-            self._move(session, None)
-            if session.latest is not None:
-                self._latest.pop(session.latest, None)
+        return _id_of(session.head)
 
-    def _add_session(self, tenant: str, defaults: Defaults, head: Turn | None) -> Session:
-        session = Session(self._new_id("sess"), tenant, defaults)
-        self._sessions[session.id] = session
-        self._move(session, head)
-        return session
-
-    def _move(self, session: Session, head: Turn | None) -> None:
-        """Put the head on another turn; what nobody can reach then is released."""
-        self._turns.hold(head)
-        gone = self._turns.let_go(session.head)
-        session.head = head
-        if gone:
-            self._engine.release(gone)
-
-    def _find(self, tenant: str, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.tenant != tenant:
-            raise SessionError("session_not_found", f"there is no session {session_id}")
-        return session
-
-    def _resolve(self, *layers: Sampling | None) -> SamplingParams:
-        params = resolve([*layers, self._checkpoint_sampling], self._engine.info.vocab_size)
-        end = self._tokenizer.added[self._format.end_of_turn]
-        if params.ignore_eos or end in self._engine.info.eos_token_ids:
-            return params
-        # The format's own end of a turn ends it, whatever the checkpoint's list says.
-        return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    # ------------------------------------------------------------------ helpers
 
     def _record(self, session: Session) -> SessionRecord:
-        return session.record(self._model, self._engine.info.max_context)
-
-    def _check_length(self, length: int) -> None:
-        limit = self._engine.info.max_context
-        if length >= limit:
-            raise SessionError(
-                "context_length_exceeded",
-                f"the maximum context length is {limit} tokens; the prompt has {length}, and one is needed to answer",
-                detail={"limit": limit, "prompt": length},
-            )
+        return session.record(self.model, self._engine.info.max_context)
 
     def _channel(self, name: str) -> Channel:
         return self._channels.setdefault(name, Channel())
@@ -343,12 +366,25 @@ class SessionHost:
         return f"{kind}_{self._owner}_{secrets.token_hex(12)}"
 
 
+@contextlib.contextmanager
+def _preparing(session: Session) -> Iterator[None]:
+    """Within, the session takes no other turn. Raises: SessionError `session_busy`."""
+    session.check_idle()
+    session.preparing = True
+    try:
+        yield
+    finally:
+        session.preparing = False
+
+
+def _with_seed(order: TurnOrder, number: int) -> TurnOrder:
+    """The order of the `number`-th of several answers."""
+    sampling = order.sampling
+    if sampling.seed is None or number == 0:
+        return order
+    seed = (sampling.seed + number) % 2**64
+    return dataclasses.replace(order, sampling=msgspec.structs.replace(sampling, seed=seed))
+
+
 def _id_of(turn: Turn | None) -> str | None:
     return turn.id if turn else None
-
-
-def _check_tools(tools: list[FunctionTool]) -> None:
-    names = [tool.name for tool in tools]
-    for name in names:
-        if not name or names.count(name) > 1:
-            raise SessionError("bad_request", f"the tool name {name!r} is given {names.count(name)} times or empty")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,18 +16,13 @@ from tokenspeed.client.protocol.events import (
     MissReason,
     Reused,
     Timings,
-    TurnDelta,
-    TurnEvent,
-    TurnItem,
-    TurnProgress,
+    TokenLogprob,
     TurnReason,
     TurnRecord,
-    TurnStarted,
     TurnStatus,
     Usage,
 )
-from tokenspeed.client.protocol.items import FunctionCallItem, InputItem
-from tokenspeed.config.sampling import SamplingParams
+from tokenspeed.client.protocol.items import FunctionCallItem
 from tokenspeed.engine.client import EngineClient, EngineGone
 from tokenspeed.engine.messages import (
     Cancel,
@@ -41,8 +36,11 @@ from tokenspeed.engine.messages import (
     TurnTimings,
     TurnUsage,
 )
-from tokenspeed.sessions.formats.output import Delta, OutputEvent, OutputParser
-from tokenspeed.sessions.turn import Ids, Prompt, Turn
+from tokenspeed.sessions.formats.output import OutputParser
+from tokenspeed.sessions.order import TurnOrder
+from tokenspeed.sessions.reporter import TurnReporter
+from tokenspeed.sessions.tokenizer import Ids
+from tokenspeed.sessions.turn import Turn
 
 _log = logging.getLogger(__name__)
 
@@ -63,38 +61,30 @@ class RunningTurn:
     """Drives one turn through the engine. It is submitted when it is made; `run` follows it to its end.
 
     Attributes:
+        reporter: what writes its events.
         done: set once the session stands where the turn left it.
     """
 
     def __init__(
         self,
         turn_id: str,
-        session_id: str,
         tenant: str,
-        parent: Turn | None,
-        items: list[InputItem],
-        prompt: Prompt,
-        sampling: SamplingParams,
+        order: TurnOrder,
         parser: OutputParser,
         engine: EngineClient,
-        emit: Callable[[TurnEvent], None],
+        reporter: TurnReporter,
     ) -> None:
         self.id = turn_id
         self.tenant = tenant
+        self.reporter = reporter
         self.done = asyncio.Event()
-        self._session_id = session_id
-        self._parent = parent
-        self._items = items
-        self._prompt = prompt
-        self._sampling = sampling
+        self._order = order
         self._parser = parser
         self._engine = engine
-        self._emit = emit
-        self._seq = 0
         self._output: Ids = array("i")
         self._keep: Literal["partial", "nothing"] | None = None  # set by a cancel
         self._resent = False
-        self._usage = Usage(prompt=prompt.length)
+        self._usage = Usage(prompt=order.prompt.length)
         self._events = self._submit()
 
     def cancel(self, keep: Literal["partial", "nothing"]) -> None:
@@ -103,17 +93,13 @@ class RunningTurn:
             self._keep = keep
             self._engine.cancel(Cancel(self.id, keep))
 
-    def next_seq(self) -> int:
-        self._seq += 1
-        return self._seq - 1
-
     def record(self) -> TurnRecord:
         return TurnRecord(
             id=self.id,
-            parent=self._parent.id if self._parent else None,
+            parent=self._parent_id,
             status="running",
             reason=None,
-            input=self._items,
+            input=self._order.items,
             output=list(self._parser.items),
             usage=self._usage,
             timings=Timings(),
@@ -147,25 +133,30 @@ class RunningTurn:
                 return self._failure(code, rejected.message)
             if self._keep is not None:
                 # The engine never had the turn, so it has nothing to cancel.
-                return self._end(Ended(self.id, "cancelled", TurnUsage(prompt=self._prompt.length), TurnTimings()))
+                return self._end(
+                    Ended(self.id, "cancelled", TurnUsage(prompt=self._order.prompt.length), TurnTimings())
+                )
             self._resent = True
             self._events = self._submit()
 
+    @property
+    def _parent_id(self) -> str | None:
+        return self._order.parent.id if self._order.parent else None
+
     def _submit(self) -> AsyncIterator[EngineEvent]:
         """Send what is new after the base, or all of it to an engine that does not know the base."""
-        prompt = self._prompt
-        base = None if self._resent else prompt.base
-        tokens = prompt.fresh if base else prompt.ids()
-        keep = prompt.keep if base and prompt.keep != base.length else None
+        order = self._order
+        base, keep = (None, 0) if self._resent else (order.base, order.keep)
         return self._engine.generate(
             Generate(
                 turn=self.id,
                 tenant=self.tenant,
-                tokens=_little_endian(tokens),
-                sampling=self._sampling,
+                tokens=_little_endian(order.prompt.ids_from(keep)),
+                sampling=order.sampling,
                 parent=base.id if base else None,
-                keep=keep,
-                marks=prompt.marks,
+                keep=keep if base and keep != base.length else None,
+                marks=order.prompt.marks,
+                sample=order.generate,
             )
         )
 
@@ -173,70 +164,32 @@ class RunningTurn:
         if isinstance(event, Tokens):
             self._output.extend(event.tokens)
             self._usage.output = len(self._output)
-            self._report(self._parser.feed(event.tokens))
+            if event.logprobs is None:
+                self.reporter.output(self._parser.feed(event.tokens))
+            else:
+                self._take_with_logprobs(event.tokens, event.logprobs, event.top_logprobs)
             self._usage.reasoning = self._parser.reasoning_tokens
         elif isinstance(event, Started):
             self._usage.reused = Reused(device=event.reused)
             self._usage.computed = event.to_compute
-            self._emit(
-                TurnStarted(
-                    session=self._session_id,
-                    turn=self.id,
-                    seq=self.next_seq(),
-                    parent=self._parent.id if self._parent else None,
-                    prompt_tokens=event.prompt,
-                    reused=Reused(device=event.reused),
-                    to_compute=event.to_compute,
-                    miss_reason=self._miss_reason(event),
-                )
-            )
+            self.reporter.started(event, self._parent_id, self._miss_reason(event))
         else:
-            self._emit(
-                TurnProgress(
-                    session=self._session_id,
-                    turn=self.id,
-                    seq=self.next_seq(),
-                    phase=event.phase,
-                    done=event.done,
-                    total=event.total,
-                    position=event.position,
-                )
-            )
+            self.reporter.progress(event)
+
+    def _take_with_logprobs(
+        self, tokens: list[int], logprobs: list[float], tops: list[list[tuple[int, float]]] | None
+    ) -> None:
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            self.reporter.sampled(TokenLogprob(token, logprob, tops[place] if tops else []))
+            self.reporter.output(self._parser.feed([token]))
 
     def _miss_reason(self, event: Started) -> MissReason | None:
         """Why less was reused than the session had: the engine's reason, or one that only the session knows."""
         if event.miss_reason is not None:
             return event.miss_reason
-        if self._resent and event.reused < self._prompt.keep - 1:
+        if self._resent and event.reused < self._order.keep - 1:
             return "cold"
-        dropped = self._parent is not None and self._prompt.keep < self._parent.length
-        return "reasoning_dropped" if dropped else None
-
-    def _report(self, events: list[OutputEvent]) -> None:
-        for event in events:
-            if isinstance(event, Delta):
-                self._emit(
-                    TurnDelta(
-                        session=self._session_id,
-                        turn=self.id,
-                        seq=self.next_seq(),
-                        item=event.item,
-                        channel=event.channel,
-                        text=event.text,
-                        name=event.name,
-                        call_id=event.call_id,
-                    )
-                )
-            else:
-                self._emit(
-                    TurnItem(
-                        session=self._session_id,
-                        turn=self.id,
-                        seq=self.next_seq(),
-                        index=event.index,
-                        item=event.item,
-                    )
-                )
+        return self._order.less
 
     def _end(self, ended: Ended) -> Outcome:
         usage, timings = self._counted(ended.usage), _timed(ended.timings)
@@ -248,13 +201,13 @@ class RunningTurn:
             # Standing on ids that the engine does not hold would answer from another conversation than shown.
             message = f"the engine kept {ended.usage.output} of the turn's tokens and reported {len(self._output)}"
             return self._failure("engine_error", message, usage, timings)
-        self._report(self._parser.finish(cut=ended.reason != "stop"))
+        self.reporter.output(self._parser.finish(cut=ended.reason not in ("stop", "warmed"), stop=ended.stop_string))
         status, reason = self._ending(ended)
         turn = Turn(
             id=self.id,
-            parent=self._parent,
-            prompt=self._prompt,
-            input=self._items,
+            parent=self._order.parent,
+            prompt=self._order.prompt,
+            input=self._order.items,
             output=list(self._parser.items),
             output_ids=self._output,
             hidden=tuple(self._parser.hidden),
@@ -263,6 +216,8 @@ class RunningTurn:
             reason=reason,
             usage=usage,
             timings=timings,
+            defaults=self._order.defaults,
+            stop_string=ended.stop_string,
         )
         return Outcome(turn, status, reason, usage, timings)
 
@@ -273,10 +228,14 @@ class RunningTurn:
             return "incomplete", "context_length"
         if ended.reason == "cancelled":
             return "cancelled", "cancelled"
+        if ended.reason == "warmed":
+            return "completed", "warmed"
         calls = [item for item in self._parser.items if isinstance(item, FunctionCallItem)]
         if not calls:
             return "completed", "stop"
-        return ("completed", "tool_calls") if calls[-1].parse_error is None else ("incomplete", "parse_error")
+        if calls[-1].parse_error is None:
+            return "completed", "tool_calls"
+        return "incomplete", "stop" if ended.stop_string is not None and self._parser.cut == "call" else "parse_error"
 
     def _failure(self, code: str, message: str, usage: Usage | None = None, timings: Timings | None = None) -> Outcome:
         error = ErrorEvent(code=code, message=message, retry=ERROR_RULES[code].retry)

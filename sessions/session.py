@@ -5,29 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tokenspeed.client.protocol.commands import ReasoningRule, Sampling
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reused, SessionRecord, SessionState, SessionTotals, Usage
-from tokenspeed.client.protocol.items import FunctionCallOutputItem, FunctionTool, InputItem, MessageItem
-from tokenspeed.sessions.formats.arguments import ParameterTypes
-from tokenspeed.sessions.transcript import Preamble
+from tokenspeed.client.protocol.items import FunctionCallOutputItem, InputItem, MessageItem
+from tokenspeed.sessions.bounds import MAX_ITEMS, check_number
+from tokenspeed.sessions.defaults import Defaults
 from tokenspeed.sessions.turn import Turn, path
 
 if TYPE_CHECKING:
     from tokenspeed.sessions.running import RunningTurn
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a session's turns share; forks share it too."""
-
-    instructions: str | None
-    tools: list[FunctionTool]
-    sampling: Sampling
-    reasoning: ReasoningRule
-    labels: dict[str, str]
-    preamble: Preamble
-    types: ParameterTypes
 
 
 class Totals:
@@ -85,6 +71,13 @@ class Session:
             turn = f" {self.running.id}" if self.running else ""
             raise SessionError("session_busy", f"session {self.id} is taking turn{turn}; it takes one at a time")
 
+    def check_head(self, expected: str | None) -> None:
+        """`expected`: a turn's id, or `start`; None expects nothing. Raises: SessionError `head_moved`."""
+        head = self.head.id if self.head else None
+        if expected is not None and expected != (head or "start"):
+            message = f"session {self.id} stands at {head or 'start'}, not at {expected}"
+            raise SessionError("head_moved", message, detail={"expected": expected, "head": head})
+
     def turn_in_lineage(self, turn_id: str) -> Turn:
         """Raises: SessionError `turn_not_found`."""
         for turn in path(self.head):
@@ -116,12 +109,16 @@ def checked_input(given: str | list[InputItem], head: Turn | None) -> list[Input
 
     Where the head ended in `tool_calls`, each of its calls wants one result in this input, beside which messages may
     stand; a user's message alone is refused, for the model would never learn what became of its calls. Calls of a
-    turn that ended otherwise (cut, cancelled, unreadable) may be answered, but need not be.
+    turn that ended otherwise (cut, cancelled, unreadable) may be answered, but need not be. After a warm-up the input
+    may be empty: its own input is answered.
 
     Raises:
         SessionError: `bad_request`, `unknown_call_id`, `missing_tool_result`.
     """
     items: list[InputItem] = [MessageItem("user", given)] if isinstance(given, str) else given
+    check_number("the number of input items", len(items), MAX_ITEMS)
+    if given in ("", []) and head is not None and head.warmed:
+        return []
     if not any(isinstance(item, FunctionCallOutputItem) or item.text for item in items):
         raise SessionError("bad_request", "the input is empty; a turn needs a message or a tool result")
     calls = [call.call_id for call in head.calls()] if head else []

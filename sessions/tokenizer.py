@@ -5,11 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
+
+from tokenspeed.sessions.held import HeldBytes
+
+Ids: TypeAlias = "array[int]"
 
 
 class TokenizerError(ValueError):
@@ -42,11 +46,11 @@ class ChatTokenizer:
     def largest_id(self) -> int:
         return max(self._control.get_vocab(with_added_tokens=True).values())
 
-    def encode_control(self, text: str) -> array[int]:
+    def encode_control(self, text: str) -> Ids:
         """Ids of text of the format's own; added tokens in it become their ids."""
         return array("i", self._control.encode(text, add_special_tokens=False).ids)
 
-    def encode_plain(self, text: str) -> array[int]:
+    def encode_plain(self, text: str) -> Ids:
         """Ids of text written by people and tools; no added token comes out of it.
 
         Raises:
@@ -88,28 +92,37 @@ class ChatTokenizer:
 
 
 class Detokenizer:
-    """Text of one turn's ids as they come: what is returned is final, an unfinished character is held back.
+    """Text of one turn's ids as they come: what is returned is final, an unfinished character is held back, and so is
+    what may be the beginning of one of the stop strings.
 
     The pieces joined equal the bytes of all ids decoded at once with `errors="replace"`, where an added token and
     `flush` end an unfinished character. The cost of an id does not depend on how many came before.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = HeldBytes(stops)
 
     def feed(self, token_id: int) -> str:
         """The characters that this id completes."""
         piece = self._tokenizer.token_bytes(token_id)
         if self._tokenizer.is_added(token_id):
             return self.flush() + piece.decode()
-        return self._decoder.decode(piece)
+        return self._decoder.decode(self._held.feed(piece))
 
     def flush(self) -> str:
-        """What was held back: nothing, or a replacement character for an unfinished one."""
-        rest = self._decoder.decode(b"", final=True)
+        """What was held back; an unfinished character is a replacement character."""
+        return self._close(self._held.rest())
+
+    def cut(self, stop: str) -> str:
+        """What was held back of the text before `stop`, which the last id has completed."""
+        return self._close(self._held.before(stop))
+
+    def _close(self, piece: bytes) -> str:
+        text = self._decoder.decode(piece) + self._decoder.decode(b"", final=True)
         self._decoder.reset()
-        return rest
+        return text
 
 
 def _read_spec(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 from tokenspeed.client.protocol.commands import ReasoningRule
@@ -11,17 +12,9 @@ from tokenspeed.client.protocol.items import FunctionCallOutputItem, FunctionToo
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.segments import Segment, encode
 from tokenspeed.sessions.formats.template import FormatError, Message
-from tokenspeed.sessions.tokenizer import ChatTokenizer
-from tokenspeed.sessions.turn import Ids, Prompt, Turn
-
-
-class Preamble:
-    """System text and tools of a session, with their ids."""
-
-    def __init__(self, system: str | None, tools: list[Any], ids: Ids) -> None:
-        self.system = system
-        self.tools = tools
-        self.ids = ids
+from tokenspeed.sessions.preamble import Preamble
+from tokenspeed.sessions.tokenizer import ChatTokenizer, Ids
+from tokenspeed.sessions.turn import Prompt, Turn, lineage
 
 
 class Transcript:
@@ -36,14 +29,33 @@ class Transcript:
     def preamble(self, instructions: str | None, tools: list[FunctionTool]) -> Preamble:
         """Raises: SessionError `bad_request`, if the chat format cannot write it."""
         templated = [_templated(tool) for tool in tools]
-        try:
-            ids = self._encode(self._format.preamble(instructions, templated))
-        except FormatError as error:
-            raise SessionError("bad_request", str(error)) from error
-        return Preamble(instructions, templated, ids)
+        return Preamble(instructions, templated, self._preamble_ids(instructions, templated))
 
-    def prompt(self, preamble: Preamble, rule: ReasoningRule, head: Turn | None, items: list[InputItem]) -> Prompt:
-        """The prompt of the turn after `head`.
+    def preamble_after(self, preamble: Preamble, head: Turn) -> Preamble:
+        """A session's preamble as the next prompt after `head` bears it.
+
+        A conversation that opened with system text of its own keeps it while the session has none.
+        """
+        before = head.prompt.preamble
+        if before.brought is None:
+            return preamble
+        if preamble.system is not None:
+            return replace(preamble, brought=before.brought)
+        if (before.system, before.tools) == (before.brought, preamble.tools):
+            return before
+        ids = self._preamble_ids(before.brought, preamble.tools)
+        return Preamble(before.brought, preamble.tools, ids, before.brought)
+
+    def kept(self, preamble: Preamble, head: Turn, drops: bool) -> int:
+        """How many ids of `head` the next prompt begins with. `drops`: it will leave reasoning out."""
+        if self.preamble_after(preamble, head).ids != head.prompt.preamble.ids:
+            return 0
+        return _since_user_message(head)[0].prompt.input_end if drops else head.length
+
+    def prompt(
+        self, preamble: Preamble, rule: ReasoningRule, head: Turn | None, items: list[InputItem], generate: bool = True
+    ) -> Prompt:
+        """The prompt of the turn after `head`; for a warm-up (not `generate`) without the generation prompt.
 
         Under `drop`, an input with a user's message leaves out the reasoning since the last one: the prompt goes back
         to where the first answer since then began, and the visible ids of the answers follow from there.
@@ -51,73 +63,109 @@ class Transcript:
         Raises:
             SessionError: `bad_request`, if the chat format cannot write the input.
         """
+        generation = self._generation if generate else array("i")
         try:
             if head is None:
-                return self._first(preamble, items, keep_reasoning=rule == "keep")
-            input_ids = self._encode(self._format.next_input(_messages(items), keep_reasoning=rule == "keep"))
+                return self._first(preamble, items, rule == "keep", generation)
+            input_ids = self._next_input(head, items, keep_reasoning=rule == "keep")
         except FormatError as error:
             raise SessionError("bad_request", str(error)) from error
+        preamble = self.preamble_after(preamble, head)
         if rule == "drop" and has_user_message(items):
-            return self._without_reasoning(head, input_ids)
-        fresh = self._closing(head) + input_ids
-        input_end = head.length + len(fresh)
-        return Prompt(
-            base=head,
-            keep=head.length,
-            fresh=fresh + self._generation,
-            input_ids=input_ids,
-            preamble_end=head.prompt.preamble_end,
-            input_end=input_end,
-            marks=_marks(head.prompt.preamble_end, input_end),
-        )
+            base, visible = self._without_reasoning(head)
+            keep, added = base.prompt.input_end, visible + input_ids
+            return self._after(preamble, base, keep, added, input_ids, generation, goes_back=True)
+        added = self._closing(head) + input_ids
+        return self._after(preamble, head, head.length, added, input_ids, generation)
 
-    def _first(self, preamble: Preamble, items: list[InputItem], keep_reasoning: bool) -> Prompt:
+    def again(self, preamble: Preamble, turn: Turn) -> Prompt:
+        """The prompt of another answer to a turn's input."""
+        prompt = turn.prompt
+        preamble = self.preamble_after(preamble, turn)
+        if preamble.ids == prompt.preamble.ids:
+            return replace(prompt, fresh=prompt.fresh[: prompt.input_end - prompt.keep] + self._generation)
+        return self._after(preamble, turn, prompt.input_end, array("i"), prompt.input_ids, self._generation)
+
+    def _first(self, preamble: Preamble, items: list[InputItem], keep_reasoning: bool, generation: Ids) -> Prompt:
         leading = items[0]
         if preamble.system is None and isinstance(leading, MessageItem) and leading.role in ("system", "developer"):
             # A conversation that brings its own system text opens with it, and it belongs to the preamble.
-            ids = self._encode(self._format.preamble(leading.text, preamble.tools))
-            preamble, items = Preamble(leading.text, preamble.tools, ids), items[1:]
+            ids = self._preamble_ids(leading.text, preamble.tools)
+            preamble, items = Preamble(leading.text, preamble.tools, ids, leading.text), items[1:]
         segments = self._format.first_input(preamble.system, preamble.tools, _messages(items), keep_reasoning)
         input_ids = self._encode(segments)
         input_end = len(preamble.ids) + len(input_ids)
         return Prompt(
             base=None,
             keep=0,
-            fresh=preamble.ids + input_ids + self._generation,
+            fresh=preamble.ids + input_ids + generation,
             input_ids=input_ids,
-            preamble_end=len(preamble.ids),
+            preamble=preamble,
             input_end=input_end,
             marks=_marks(len(preamble.ids), input_end),
         )
 
-    def _without_reasoning(self, head: Turn, input_ids: Ids) -> Prompt:
-        steps = _since_user_message(head)
-        first = steps[0]
-        opening = self._tokenizer.encode_control(self._format.visible_opening or "")
-        fresh: Ids = array("i")
-        for step in steps:
-            if step is not first:
-                fresh += step.prompt.input_ids
-            fresh += opening + step.visible_ids() + self._closing(step, visible_only=True)
-        fresh += input_ids
-        keep = first.prompt.input_end
-        input_end = keep + len(fresh)
+    def _next_input(self, head: Turn, items: list[InputItem], keep_reasoning: bool) -> Ids:
+        if not items:
+            return array("i")
+        return self._encode(self._format.next_input(_messages(items), keep_reasoning, after_input=head.warmed))
+
+    def _after(
+        self,
+        preamble: Preamble,
+        base: Turn,
+        keep: int,
+        added: Ids,
+        input_ids: Ids,
+        generation: Ids,
+        goes_back: bool = False,
+    ) -> Prompt:
+        """The first `keep` ids of `base`, then `added`; under another preamble than theirs all of it anew."""
+        back: tuple[int, ...] = (keep,) if goes_back else ()
+        if preamble.ids != base.prompt.preamble.ids:
+            moved = len(preamble.ids) - base.prompt.preamble_end
+            added = preamble.ids + lineage(base, keep)[base.prompt.preamble_end :] + added
+            back = tuple(position + moved for position in back)
+            standing, keep = None, 0
+        else:
+            standing = base
+        input_end = keep + len(added)
         return Prompt(
-            base=first,
+            base=standing,
             keep=keep,
-            fresh=fresh + self._generation,
+            fresh=added + generation,
             input_ids=input_ids,
-            preamble_end=first.prompt.preamble_end,
+            preamble=preamble,
             input_end=input_end,
-            marks=_marks(first.prompt.preamble_end, keep, input_end),
+            marks=_marks(len(preamble.ids), *back, input_end),
         )
 
+    def _without_reasoning(self, head: Turn) -> tuple[Turn, Ids]:
+        """The turn that the last user message began, and what follows its input without the reasoning."""
+        steps = _since_user_message(head)
+        opening = self._tokenizer.encode_control(self._format.visible_opening or "")
+        visible: Ids = array("i")
+        for step in steps:
+            if step is not steps[0]:
+                visible += step.prompt.input_ids
+            if not step.warmed:
+                visible += opening + step.visible_ids() + self._closing(step, visible_only=True)
+        return steps[0], visible
+
     def _closing(self, turn: Turn, visible_only: bool = False) -> Ids:
-        """What the answer lacks to be a closed message: nothing if it sampled its end-of-turn token."""
+        """What the answer lacks to be a closed message: nothing if it sampled its end-of-turn token or never began."""
+        if turn.warmed:
+            return array("i")
         ids = turn.visible_ids() if visible_only else turn.output_ids
         if ids and ids[-1] == self._end_of_turn:
             return array("i")
         return self._tokenizer.encode_control(self._format.closing(turn.cut, visible_only))
+
+    def _preamble_ids(self, system: str | None, tools: list[Any]) -> Ids:
+        try:
+            return self._encode(self._format.preamble(system, tools))
+        except FormatError as error:
+            raise SessionError("bad_request", str(error)) from error
 
     def _encode(self, segments: list[Segment]) -> Ids:
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from tokenspeed.client.protocol.events import Timings, TurnReason, TurnRecord, TurnStatus, Usage
 from tokenspeed.client.protocol.items import FunctionCallItem, InputItem, Item
+from tokenspeed.sessions.defaults import Defaults
 from tokenspeed.sessions.formats.qwen import Cut
-
-Ids: TypeAlias = "array[int]"
+from tokenspeed.sessions.preamble import Preamble
+from tokenspeed.sessions.tokenizer import Ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +24,8 @@ class Prompt:
         base: the turn whose ids (prompt and output) the prompt begins with; None for none.
         fresh: the ids after those; only these were tokenised or assembled anew.
         input_ids: the input by itself, from the end-of-turn token before it to `input_end`.
-        preamble_end: ids of system text and tools.
-        input_end: where the generation prompt begins.
+        preamble: system text and tools that the ids begin with.
+        input_end: where the generation prompt begins; a warm-up has none and ends here.
         marks: positions whose checkpoint is worth keeping, ascending.
     """
 
@@ -33,9 +33,13 @@ class Prompt:
     keep: int
     fresh: Ids
     input_ids: Ids
-    preamble_end: int
+    preamble: Preamble
     input_end: int
     marks: tuple[int, ...]
+
+    @property
+    def preamble_end(self) -> int:
+        return len(self.preamble.ids)
 
     @property
     def length(self) -> int:
@@ -43,6 +47,10 @@ class Prompt:
 
     def ids(self) -> Ids:
         return lineage(self.base, self.keep) + self.fresh
+
+    def ids_from(self, start: int) -> Ids:
+        """The ids after the first `start`."""
+        return self.fresh[start - self.keep :] if start >= self.keep else self.ids()[start:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +62,8 @@ class Turn:
         output_ids: the sampled ids, stop token included.
         hidden: runs `[start, end)` of `output_ids` that go when reasoning is dropped.
         cut: inside what the output stopped; None for text or a regular end.
+        stop_string: the one that ended it; it is in `output_ids`, but in no item.
+        defaults: those of the session that made it.
     """
 
     id: str
@@ -68,10 +78,17 @@ class Turn:
     reason: TurnReason
     usage: Usage
     timings: Timings
+    defaults: Defaults = field(repr=False)
+    stop_string: str | None = None
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "depth", 1 if self.parent is None else self.parent.depth + 1)
+
+    @property
+    def warmed(self) -> bool:
+        """Only its input was computed: no answer has begun, and what follows goes on right behind the input."""
+        return self.reason == "warmed"
 
     @property
     def length(self) -> int:
@@ -104,6 +121,7 @@ class Turn:
             output=self.output,
             usage=self.usage,
             timings=self.timings,
+            stop_string=self.stop_string,
             prompt_token_ids=self.prompt.ids().tolist() if token_ids else None,
             output_token_ids=self.output_ids.tolist() if token_ids else None,
         )

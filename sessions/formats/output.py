@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +55,9 @@ class OutputParser:
     A `</tool_call>` inside a parameter's value is the call's end only where the turn or the next call follows, for a
     whole call closes its parameter first; elsewhere it is part of the value.
 
+    Text that may begin a stop string is withheld until it is known not to; of one that ends the turn nothing is let
+    through, in reasoning, text and calls. Strings are looked for in the text as it is sampled, between added tokens.
+
     Attributes:
         items: the finished items.
         reasoning_tokens: ids spent on reasoning, its closing tag included.
@@ -69,14 +72,16 @@ class OutputParser:
         types: ParameterTypes,
         stop_ids: frozenset[int],
         new_id: Callable[[str], str],
+        stops: Sequence[str] = (),
     ) -> None:
         """`stop_ids`: ids that end the turn and are no text. `new_id`: makes an id of a prefix (`msg`, `rs`, `call`,
-        `fc`)."""
+        `fc`). `stops`: the stop strings."""
         self.items: list[Item] = []
         self.reasoning_tokens = 0
         self.hidden: list[tuple[int, int]] = []
         self.cut: Cut | None = None
-        self._detokenizer = Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, stops)
         self._types = types
         self._stop_ids = stop_ids
         self._new_id = new_id
@@ -104,15 +109,20 @@ class OutputParser:
         events, self._events = self._events, []
         return events
 
-    def finish(self, cut: bool) -> list[OutputEvent]:
-        """The turn has ended. `cut`: not by the model's own choice, so that what is open is incomplete."""
-        self._flush()
+    def finish(self, cut: bool, stop: str | None = None) -> list[OutputEvent]:
+        """The turn has ended. `cut`: not by the model's own choice, so that what is open is incomplete. `stop`: the
+        stop string that the last id has completed."""
+        if stop is None:
+            self._flush()
+        else:
+            self._write(self._detokenizer.cut(stop))
         if self._thinking:
             self.cut = "reasoning"
         elif self._body is not None and self._held_close is None:
             self.cut = "call"
         if self._body is not None:
-            self._finish_call("the turn ends inside the call" if self.cut else _UNFINISHED)
+            ending = "the turn ends inside the call" if stop is None else "a stop string ends the call"
+            self._finish_call(ending if self.cut else _UNFINISHED)
         else:
             self._finish_passage("incomplete" if cut else "completed", before_tag=False)
         if self._hidden_from is not None:
@@ -141,10 +151,11 @@ class OutputParser:
             self._finish_passage("completed", before_tag=True)
             self._begin_call()
         elif token_id not in self._stop_ids:
-            text = self._detokenizer.feed(token_id)
-            if not self._thinking and (text.strip("\n") or not text):
+            # By its bytes: text may be withheld, and what is hidden must not depend on that.
+            written = self._tokenizer.token_bytes(token_id)
+            if not self._thinking and (written.strip(b"\n") or not written):
                 self._end_hidden(self._position)
-            self._write(text)
+            self._write(self._detokenizer.feed(token_id))
 
     def _read_in_call(self, token_id: int) -> None:
         assert self._body is not None

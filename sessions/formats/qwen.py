@@ -83,8 +83,9 @@ class QwenFormat:
             raise FormatError("the chat template writes another preamble for these messages")
         return self._without_generation_prompt(cut(rendered, len(preamble))[1])
 
-    def next_input(self, messages: list[Message], keep_reasoning: bool) -> list[Segment]:
-        """Messages after an answer, from its end-of-turn token to the generation prompt."""
+    def next_input(self, messages: list[Message], keep_reasoning: bool, after_input: bool = False) -> list[Segment]:
+        """Messages after an answer, from its end-of-turn token to the generation prompt; `after_input`: after an input
+        that stands whole, without what closes an answer."""
         contents = Contents()
         answer: Message = {"role": "assistant", "content": contents.mark(_STAND_IN), "reasoning_content": ""}
         if messages[0]["role"] == "tool":
@@ -98,6 +99,10 @@ class QwenFormat:
         last = plain[4 if "tool_calls" in answer else 1]
         start = len(joined(rendered[: last + 1]))
         start += rendered[last + 1].text.index(self.end_of_turn) + len(self.end_of_turn)
+        rest = self._user_closing.removeprefix(self.end_of_turn) if after_input else ""
+        if not joined(rendered)[start:].startswith(rest):
+            raise FormatError("the chat template closes an answer in another way than a user's message")
+        start += len(rest)
         return self._without_generation_prompt(cut(rendered, start)[1])
 
     def answer(self, message: Message) -> list[Segment]:

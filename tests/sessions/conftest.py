@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from tokenspeed.engine.messages import (
     TurnTimings,
     TurnUsage,
 )
+from tokenspeed.engine.vocabulary import token_bytes
+from tokenspeed.scheduler.stopping import StopStrings
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.template import ChatTemplate
 from tokenspeed.sessions.host import SessionHost
@@ -57,6 +60,8 @@ class ScriptedEngine:
         self.generated: list[Generate] = []
         self.prompts: dict[str, list[int]] = {}
         self.released: list[str] = []
+        self.evicted: set[str] = set()
+        self.standing: Counter[str] = Counter()
         self.cancelled: dict[str, Cancel] = {}
         self.fail_next = ""
         self.dead = False
@@ -91,7 +96,25 @@ class ScriptedEngine:
         self.prompts[command.turn] = prompt
         if len(prompt) >= self.max_context:
             return self._reject(command, "context_length_exceeded")
-        return self._run(command, prompt, max(0, min(keep, len(before) - 1)), wake, self.scripts.pop(0))
+        reused = min(keep, self._kept(command.parent))
+        if not command.sample:
+            return self._warm(command, prompt, reused)
+        return self._run(command, prompt, reused, wake, self.scripts.pop(0))
+
+    def _kept(self, turn: str | None) -> int:
+        """The last sampled token has not been through the model."""
+        if turn not in self.lineages or turn in self.evicted:
+            return 0
+        ids = self.lineages[turn][1]
+        return len(ids) - (len(ids) > len(self.prompts[turn]))
+
+    async def _warm(self, command: Generate, prompt: list[int], reused: int) -> AsyncIterator[EngineEvent]:
+        await asyncio.sleep(0)
+        yield Started(command.turn, len(prompt), reused, len(prompt) - reused)
+        self.lineages[command.turn] = (command.tenant, prompt)
+        room = self.max_context - len(prompt)
+        usage = TurnUsage(len(prompt), reused, len(prompt) - reused, 0, 0, room)
+        yield Ended(command.turn, "warmed", usage, TurnTimings())
 
     async def _reject(self, command: Generate, code: str) -> AsyncIterator[EngineEvent]:
         await asyncio.sleep(0)
@@ -109,10 +132,11 @@ class ScriptedEngine:
         output: list[int] = []
         unsent: list[int] = []
         reason = "context_length"
+        stopping, found = StopStrings(sampling.stop, token_bytes(POCKET)), None
         for token in [*script, PAUSE]:
             if token == PAUSE:
                 if unsent:
-                    yield Tokens(turn, unsent)
+                    yield self._tokens(command, unsent)
                     unsent = []
                 await wake.wait()
             await asyncio.sleep(0)
@@ -124,9 +148,10 @@ class ScriptedEngine:
             output.append(token)
             unsent.append(token)
             if len(unsent) == self.chunk:
-                yield Tokens(turn, unsent)
+                yield self._tokens(command, unsent)
                 unsent = []
-            if token in stops:
+            found = stopping.after(token)
+            if token in stops or found is not None:
                 reason = "stop"
             elif len(output) == sampling.max_tokens:
                 reason = "length"
@@ -134,7 +159,7 @@ class ScriptedEngine:
                 continue
             break
         if unsent:
-            yield Tokens(turn, unsent)
+            yield self._tokens(command, unsent)
         usage = TurnUsage(
             len(prompt), reused, len(prompt) - reused, len(output), 0, self.max_context - len(prompt) - len(output)
         )
@@ -144,11 +169,26 @@ class ScriptedEngine:
             return
         if reason != "cancelled" or self.cancelled[turn].keep == "partial":
             self.lineages[turn] = (command.tenant, prompt + output)
-        yield Ended(turn, reason, usage, TurnTimings())  # type: ignore[arg-type]
+        yield Ended(turn, reason, usage, TurnTimings(), stop_string=found)  # type: ignore[arg-type]
+
+    def _tokens(self, command: Generate, tokens: list[int]) -> Tokens:
+        if not command.sampling.logprobs:
+            return Tokens(command.turn, tokens)
+        tops = [[(token, -0.25 * token), (0, -9.0)][: command.sampling.top_logprobs] for token in tokens]
+        return Tokens(command.turn, tokens, [-0.25 * token for token in tokens], tops)
 
     def cancel(self, command: Cancel) -> None:
         self.cancelled[command.turn] = command
         self._wakes[command.turn].set()
+
+    async def residency(self, turns: list[str]) -> list[int]:
+        if self.dead:
+            raise EngineGone("the engine is gone")
+        return [self._kept(turn) for turn in turns]
+
+    def stand(self, on: str | None, off: str | None) -> None:
+        self.standing.update([on] if on else [])
+        self.standing.subtract([off] if off else [])
 
     def release(self, turns: list[str]) -> None:
         for turn in turns:
@@ -221,11 +261,14 @@ class Desk:
 
     async def begin(self, session: str, given: str | list[InputItem], **fields: Any) -> str:
         """Create a turn. Its events are read from now on."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
+        self.read()
         reply = await self.ask(TurnCreate("q", session, given, **fields))
         assert reply.turn is not None
         return reply.turn
+
+    def read(self) -> None:
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
 
     async def take(
         self, session: str, given: str | list[InputItem], output: str | None = None, **fields: Any

@@ -77,8 +77,8 @@ def test_what_cannot_be_opened(desk: MakeDesk, directory: Path, tmp_path: Path) 
         d = desk(max_context=100)
         for fields, code, message in [
             ({"model": "other"}, "bad_request", "'other' is not served here; 'scripted' is"),
-            ({"tools": [FunctionTool("f"), FunctionTool("f")]}, "bad_request", "'f' is given 2 times"),
-            ({"tools": [FunctionTool("")]}, "bad_request", "empty"),
+            ({"tools": [FunctionTool("f"), FunctionTool("f")]}, "bad_request", "'f' is given more than once"),
+            ({"tools": [FunctionTool("")]}, "bad_request", "name is 0; it must be between 1 and 128"),
             ({"instructions": "x " * 100}, "context_length_exceeded", "maximum context length is 100 tokens"),
             ({"instructions": "\ud800"}, "bad_request", "lone surrogate"),
             ({"sampling": Sampling(max_tokens=0)}, "bad_request", "max_tokens is 0"),
@@ -163,8 +163,8 @@ def test_rewind_moves_the_head_and_releases_what_nobody_can_reach(desk: MakeDesk
         await d.ask(SessionClose("x", session))
         assert d.engine.released[4:] == [again.turn]
         assert (await refusal(d.record(session))).code == "session_not_found"
-        assert len(d.host._turns) == 0
-        assert not d.host._latest
+        assert len(d.host._book._turns) == 0
+        assert not d.host._book._latest
 
     run(test)
 

@@ -33,8 +33,8 @@ def test_the_books_balance(desk: Callable[..., Any], seed: int) -> None:
         for session in sessions:
             await d.ask(SessionClose("x", session))
         assert not d.engine.lineages
-        assert not len(d.host._turns)
-        assert not d.host._latest
+        assert not len(d.host._book._turns)
+        assert not d.host._book._latest
 
     asyncio.run(asyncio.wait_for(walk(), 60))
 
@@ -75,12 +75,12 @@ def following(turns: list[Any]) -> str | list[InputItem]:
 
 def check(d: Any) -> None:
     reachable = {}
-    for session in d.host._sessions.values():
+    for session in d.host._book._sessions.values():
         turn = session.head
         while turn is not None:
             reachable[turn.id] = turn
             turn = turn.parent
-    assert len(d.host._turns) == len(reachable)
+    assert len(d.host._book._turns) == len(reachable)
     assert set(d.engine.lineages) <= set(reachable)
     for name, (_, ids) in d.engine.lineages.items():
         assert list(reachable[name].ids()) == ids

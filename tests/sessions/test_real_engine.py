@@ -65,11 +65,11 @@ async def turns_cost_only_their_new_tokens(d: Any, fresh: Engine) -> None:
     for rule in ("keep", "drop"):
         session = await d.open(instructions="Be brief.", tools=[TOOL], reasoning=rule)
         for number in range(4):
-            parent = d.host._sessions[session].head
+            parent = d.host._book._sessions[session].head
             given = answers(await d.turns(session))
             ended = await d.take(session, given, sampling=Sampling(temperature=0.0, max_tokens=5 + number))
             assert ended.status in ("completed", "incomplete")
-            turn = d.host._sessions[session].head
+            turn = d.host._book._sessions[session].head
             prompt, output = list(turn.prompt.ids()), list(turn.output_ids)
             assert ended.usage.prompt == len(prompt) == ended.usage.reused.total + ended.usage.computed
             if rule == "keep" and parent is not None:

@@ -4,9 +4,15 @@ from array import array
 
 import pytest
 
+from tokenspeed.client.protocol.commands import Sampling
 from tokenspeed.client.protocol.events import Timings, Usage
+from tokenspeed.sessions.defaults import Defaults
+from tokenspeed.sessions.formats.arguments import ParameterTypes
+from tokenspeed.sessions.preamble import Preamble
 from tokenspeed.sessions.store import TurnStore
 from tokenspeed.sessions.turn import Prompt, Turn, lineage, path
+
+BARE = Defaults(None, [], Sampling(), "keep", {}, Preamble(None, [], array("i")), ParameterTypes([]))
 
 
 def turn(name: str, parent: Turn | None, fresh: list[int], output: list[int], keep: int | None = None) -> Turn:
@@ -15,7 +21,7 @@ def turn(name: str, parent: Turn | None, fresh: list[int], output: list[int], ke
     return Turn(
         id=name,
         parent=parent,
-        prompt=Prompt(parent, keep, ids, ids, 0, 0, ()),
+        prompt=Prompt(parent, keep, ids, ids, BARE.preamble, 0, ()),
         input=[],
         output=[],
         output_ids=array("i", output),
@@ -25,6 +31,7 @@ def turn(name: str, parent: Turn | None, fresh: list[int], output: list[int], ke
         reason="stop",
         usage=Usage(),
         timings=Timings(),
+        defaults=BARE,
     )
 
 

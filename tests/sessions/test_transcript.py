@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tokenspeed.client.protocol.commands import Sampling
 from tokenspeed.client.protocol.events import Timings, Usage
 from tokenspeed.client.protocol.items import (
     FunctionCallItem,
@@ -18,6 +19,7 @@ from tokenspeed.client.protocol.items import (
     InputItem,
     MessageItem,
 )
+from tokenspeed.sessions.defaults import Defaults
 from tokenspeed.sessions.formats.arguments import ParameterTypes
 from tokenspeed.sessions.formats.output import OutputParser
 from tokenspeed.sessions.formats.qwen import QwenFormat
@@ -97,6 +99,7 @@ class Conversation:
                 reason=reason,
                 usage=Usage(),
                 timings=Timings(),
+                defaults=Defaults(self.preamble.system, [], Sampling(), "keep", {}, self.preamble, self.types),
             ),
         )
         self.check_positions(previous, items)

@@ -231,6 +231,7 @@ def test_the_formats_end_of_turn_ends_turns_whatever_the_checkpoint_lists(
         info = d.engine.info
         info.eos_token_ids = [3063]
         monkeypatch.setattr(type(d.engine), "info", info)
+        d = desk()
         session = await d.open()
         ended = await d.take(session, "a", "\n</think>\n\nHi<|im_end|>more")
         assert ended.reason == "stop"
