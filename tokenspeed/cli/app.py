@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,6 +75,10 @@ def serve(
     max_context: MaxContext = None,
     max_sequences: MaxSequences = 8,
     threads: Threads = 0,
+    shared_preamble: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="JSON with instructions and tools that all tenants share; may be repeated."),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Of the server's log, on stderr.")] = LogLevel.warning,
 ) -> None:
     """Serve a model's sessions until interrupted."""
@@ -92,6 +97,7 @@ def serve(
         max_context=max_context,
         max_sequences=max_sequences,
         threads=threads,
+        shared_preambles=shared_preamble or [],
         log_level=log_level.value,
     )
 

@@ -8,13 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from tokenspeed.cli.errors import CommandError
 from tokenspeed.cli.loading import LoadingBar
 from tokenspeed.cli.running import Started, engine_config, listen, serve
 from tokenspeed.cli.sizes import parse_size
+from tokenspeed.config.engine import EngineConfig
 from tokenspeed.server.access import ApiKeys
+from tokenspeed.sessions.sharing import shared_prefix
+
+
+def shared(config: EngineConfig, preambles: Sequence[Path]) -> EngineConfig:
+    """The settings with preambles that all tenants may reuse. Raises CommandError for a file that is no preamble."""
+    try:
+        prefixes = tuple(shared_prefix(Path(config.model), file) for file in preambles)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return msgspec.structs.replace(config, shared_prefixes=prefixes)
 
 
 def run(
@@ -25,6 +37,7 @@ def run(
     api_keys: Sequence[str],
     origins: Sequence[str],
     cache: str | None,
+    shared_preambles: Sequence[Path],
     log_level: str,
     **settings: Any,
 ) -> None:
@@ -40,7 +53,7 @@ def run(
         raise CommandError(str(error)) from None
     cache_bytes = parse_size(cache) if cache is not None else None
     listener = listen(host, port, keys)
-    config = engine_config(model, cache_bytes=cache_bytes, **settings)
+    config = shared(engine_config(model, cache_bytes=cache_bytes, **settings), shared_preambles)
     named = model is not None and not Path(model).expanduser().is_dir()
     console = Console(highlight=False, soft_wrap=True)
     with LoadingBar(model or "tokenspeed-pocket") as bar:
