@@ -43,8 +43,6 @@ class Finished:
 
 OutputEvent = Delta | Finished
 
-_UNFINISHED = "the call ends before </function>"
-
 
 class OutputParser:
     """One turn's output, token by token; what it yields does not depend on how the ids are chunked.
@@ -86,9 +84,11 @@ class OutputParser:
         self._stop_ids = stop_ids
         self._new_id = new_id
         added = tokenizer.added
-        self._think_open, self._think_close = added[THINK_OPEN], added[THINK_CLOSE]
+        # A format that never thinks may do without the tags.
+        self._think_open, self._think_close = added.get(THINK_OPEN), added.get(THINK_CLOSE)
         self._call_open, self._call_close = added[CALL_OPEN], added[CALL_CLOSE]
         self._separator = len(chat_format.call_separator)
+        self._calls = chat_format.calls
         self._events: list[OutputEvent] = []
         self._position = 0  # ids read
         self._hidden_from: int | None = 0 if chat_format.thinks else None
@@ -122,7 +122,7 @@ class OutputParser:
             self.cut = "call"
         if self._body is not None:
             ending = "the turn ends inside the call" if stop is None else "a stop string ends the call"
-            self._finish_call(ending if self.cut else _UNFINISHED)
+            self._finish_call(ending if self.cut else self._calls.unfinished)
         else:
             self._finish_passage("incomplete" if cut else "completed", before_tag=False)
         if self._hidden_from is not None:
@@ -166,14 +166,14 @@ class OutputParser:
             if self._body.in_value:
                 self._held_close = CALL_CLOSE
             else:
-                self._finish_call(_UNFINISHED)
+                self._finish_call(self._calls.unfinished)
                 self._passage = self._message(leading=1)
         elif token_id == self._call_open and self._held_close is not None:
             self._flush()
             if self._held_close is None:  # the flush showed an unfinished character after the tag
                 self._write(CALL_OPEN)
                 return
-            self._finish_call(_UNFINISHED)
+            self._finish_call(self._calls.unfinished)
             self._begin_call()
         elif token_id not in self._stop_ids:
             self._write(self._detokenizer.feed(token_id))
@@ -225,7 +225,7 @@ class OutputParser:
             self._finish_item(MessageItem("assistant", list(parts), id=self._new_id("msg"), status=status))
 
     def _begin_call(self) -> None:
-        self._body, self._call_id, self._named = CallBody(self._types), self._new_id("call"), False
+        self._body, self._call_id, self._named = self._calls.body(self._types), self._new_id("call"), False
 
     def _feed_call(self, text: str) -> None:
         assert self._body is not None

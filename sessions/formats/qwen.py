@@ -1,4 +1,4 @@
-"""The Qwen3.5 kind of chat format, its literals derived from the checkpoint's template.
+"""The ChatML kind of chat format that Qwen models use, its literals derived from the checkpoint's template.
 
     preamble | input | generation prompt | answer (sampled) | input | generation prompt | answer | …
 
@@ -8,9 +8,12 @@ it. Nothing rendered once is ever rendered again: a rendering depends only on it
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
+from tokenspeed.sessions.formats.calls import CALL_FORMATS, CallFormat
 from tokenspeed.sessions.formats.probing import Trim, find_trim
 from tokenspeed.sessions.formats.segments import Contents, Segment, cut, joined
 from tokenspeed.sessions.formats.template import ChatTemplate, FormatError, Message
@@ -29,7 +32,7 @@ cut and not a finished call with a shortened value."""
 Cut = Literal["reasoning", "call"]
 """Inside what a turn's output stopped."""
 
-_TEXTS = ("user", "tool", "system", "assistant", "reasoning")
+_TEXTS = ("user", "tool", "system", "assistant")
 
 
 class QwenFormat:
@@ -40,19 +43,25 @@ class QwenFormat:
         generation_prompt: what opens an answer; `thinks` says whether it leaves a reasoning block open.
         visible_opening: what opens an answer of the past without its reasoning, or None where the template keeps all
             reasoning and so knows no `drop`.
+        calls: how calls are written.
         call_separator: what stands between an answer's text and its first call, before `<tool_call>`.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: ChatTokenizer) -> None:
         """Raises: FormatError, with the reason, for a template of another kind."""
-        for tag in (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE):
-            if tag not in tokenizer.added:
-                raise FormatError(f"the tokenizer has no added token {tag}, which the chat format needs")
         self._template = template
         self._trims: dict[str, Trim] = {}
         for name in _TEXTS:
             self._trims[name] = find_trim(partial(_probe, template, name), name)
+        if _THOUGHT in _probe(template, "reasoning", _THOUGHT):
+            self._trims["reasoning"] = find_trim(partial(_probe, template, "reasoning"), "reasoning")
+        else:
+            self._trims["reasoning"] = lambda text: ""
         self._derive(tokenizer)
+        tags = (THINK_OPEN, THINK_CLOSE) if self.thinks else ()
+        for tag in (*tags, CALL_OPEN, CALL_CLOSE):
+            if tag not in tokenizer.added:
+                raise FormatError(f"the tokenizer has no added token {tag}, which the chat format needs")
 
     @property
     def thinks(self) -> bool:
@@ -87,16 +96,14 @@ class QwenFormat:
         """Messages after an answer, from its end-of-turn token to the generation prompt; `after_input`: after an input
         that stands whole, without what closes an answer."""
         contents = Contents()
-        answer: Message = {"role": "assistant", "content": contents.mark(_STAND_IN), "reasoning_content": ""}
-        if messages[0]["role"] == "tool":
-            answer["tool_calls"] = [_call(contents.mark("f"), {contents.mark("k"): contents.mark(_STAND_IN)})]
-        marked = [self._stand_in(contents), answer, *self._marked(messages, contents)]
+        calls = messages[0]["role"] == "tool"
+        opening = self._stand_in_answer(contents, calls)
+        marked = [*opening, *self._marked(messages, contents)]
         rendered = self._template.segments(
             marked, contents, add_generation_prompt=True, preserve_thinking=keep_reasoning
         )
-        # The contents come in this order: the stand-in user's, the answer's, its call's name, key and value.
         plain = [place for place, segment in enumerate(rendered) if segment.plain]
-        last = plain[4 if "tool_calls" in answer else 1]
+        last = plain[self._answer_contents[calls] - 1]
         start = len(joined(rendered[: last + 1]))
         start += rendered[last + 1].text.index(self.end_of_turn) + len(self.end_of_turn)
         rest = self._user_closing.removeprefix(self.end_of_turn) if after_input else ""
@@ -145,16 +152,16 @@ class QwenFormat:
         self._check_calls(answer)
 
     def _check_calls(self, answer: Message) -> None:
-        calls = [_call("name", {"key": "value"}), _call("other", {"key": "value"})]
+        arguments = {"key": "value"}
+        calls = [_call("name", arguments), _call("other", arguments)]
         rendered = joined(self.answer(answer | {"tool_calls": calls}))
-        body = "<tool_call>\n<function={}>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
-        first, second = body.format("name"), body.format("other")
-        if first not in rendered or second not in rendered:
-            raise FormatError("the chat template does not write calls as <tool_call><function=…><parameter=…>")
+        bodies = re.findall(f"{CALL_OPEN}(.*?){CALL_CLOSE}", rendered, re.DOTALL)
+        self.calls = _way_of(bodies, ["name", "other"], arguments)
+        self._answer_contents = {called: self._count_contents(called) for called in (True, False)}
         self.call_separator = _between(rendered, _REPLY, CALL_OPEN)
         if self.thinks and not rendered.startswith(_THOUGHT + CLOSE_REASONING + _REPLY):
             raise FormatError("the chat template does not write reasoning as <think>…</think> before the answer")
-        if self.call_separator.strip("\n") or _between(rendered, first, second).strip("\n"):
+        if self.call_separator.strip("\n") or _between(rendered, CALL_CLOSE, CALL_OPEN).strip("\n"):
             raise FormatError("the chat template separates calls by more than newlines")
 
     def _marked(self, messages: list[Message], contents: Contents) -> list[Message]:
@@ -174,6 +181,19 @@ class QwenFormat:
                 ]
             marked.append(entry)
         return marked
+
+    def _stand_in_answer(self, contents: Contents, calls: bool) -> list[Message]:
+        """A user's message and an answer to it, which ends in a call if `calls`."""
+        answer: Message = {"role": "assistant", "content": contents.mark(_STAND_IN), "reasoning_content": ""}
+        if calls:
+            answer["tool_calls"] = [_call(contents.mark("f"), {contents.mark("k"): contents.mark(_STAND_IN)})]
+        return [self._stand_in(contents), answer]
+
+    def _count_contents(self, calls: bool) -> int:
+        """Runs of contents that the template writes of them."""
+        contents = Contents()
+        rendered = self._template.segments(self._stand_in_answer(contents, calls), contents)
+        return sum(segment.plain for segment in rendered)
 
     def _stand_in(self, contents: Contents) -> Message:
         return _message("user", contents.mark(_STAND_IN))
@@ -200,6 +220,15 @@ def _system(text: str | None) -> list[Message]:
 
 def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _way_of(bodies: list[str], names: list[str], arguments: dict[str, str]) -> CallFormat:
+    """The format in which these bodies are calls of these functions."""
+    for way in CALL_FORMATS:
+        if len(bodies) == len(names) and all(map(way.reads, bodies, names, repeat(arguments))):
+            return way
+    shapes = " or as ".join(way.shape for way in CALL_FORMATS)
+    raise FormatError(f"the chat template does not write calls as {shapes}")
 
 
 def _probe(template: ChatTemplate, name: str, text: str) -> str:

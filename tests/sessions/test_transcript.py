@@ -21,6 +21,7 @@ from tokenspeed.client.protocol.items import (
 )
 from tokenspeed.sessions.defaults import Defaults
 from tokenspeed.sessions.formats.arguments import ParameterTypes
+from tokenspeed.sessions.formats.calls import JSON
 from tokenspeed.sessions.formats.output import OutputParser
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.selftest import self_test
@@ -109,6 +110,9 @@ class Conversation:
         text = answer["reasoning_content"] + "\n</think>\n\n" + answer["content"]
         for place, call in enumerate(answer.get("tool_calls", [])):
             text += ("" if not answer["content"] else self.format.call_separator) if place == 0 else "\n"
+            if self.format.calls is JSON:
+                text += f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                continue
             text += f"<tool_call>\n<function={call['function']['name']}>\n"
             for key, value in call["function"]["arguments"].items():
                 value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -152,10 +156,10 @@ def user(text: str) -> list[InputItem]:
     return [MessageItem("user", text)]
 
 
-@pytest.fixture(params=["pocket", "plainer"])
+@pytest.fixture(params=["pocket", "plainer", "hermes"])
 def source(request: pytest.FixtureRequest, directory: Path) -> str:
-    home = {"pocket": directory / "chat_template.jinja", "plainer": Path(__file__).parent / "plainer.jinja"}
-    return home[request.param].read_text()
+    own = Path(__file__).parent / f"{request.param}.jinja"
+    return (directory / "chat_template.jinja" if request.param == "pocket" else own).read_text()
 
 
 @pytest.mark.parametrize("rule", ["keep", "drop"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenspeed.sessions.formats.calls import JSON, XML
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.selftest import self_test
 from tokenspeed.sessions.formats.template import ChatTemplate, FormatError
@@ -26,18 +27,70 @@ def changed(old: str, new: str) -> str:
     return PLAINER.replace(old, new)
 
 
+HERMES = (Path(__file__).parents[1] / "hermes.jinja").read_text()
+
+
+def hermes(old: str, new: str) -> str:
+    assert HERMES.count(old) == 1
+    return HERMES.replace(old, new)
+
+
+UNTHINKING = HERMES.replace("{{- '<think>\\n' ~ thought ~ '\\n</think>\\n\\n' -}}", "").replace(
+    "assistant\\n<think>\\n'", "assistant\\n'"
+)
+
+
 def test_what_is_derived(chat_format: QwenFormat, tokenizer: ChatTokenizer) -> None:
     assert chat_format.end_of_turn == "<|im_end|>"
     assert chat_format.generation_prompt == "<|im_start|>assistant\n<think>\n"
     assert chat_format.visible_opening == "<|im_start|>assistant\n"
     assert (chat_format.call_separator, start(PLAINER, tokenizer).call_separator) == ("\n", "\n\n")
+    assert (chat_format.calls, start(PLAINER, tokenizer).calls, start(HERMES, tokenizer).calls) == (XML, XML, JSON)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "'<tool_call>\\n' ~ call | tojson ~ '\\n</tool_call>'",
+        "'<tool_call>' ~ call | tojson(indent=1) ~ '</tool_call>'",
+    ],
+)
+def test_json_calls_are_known_however_they_are_spaced(tokenizer: ChatTokenizer, written: str) -> None:
+    old = (
+        """'<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ call.arguments | tojson ~ '}\\n</tool_call>'"""
+    )
+    assert start(hermes(old, written), tokenizer).calls is JSON
+
+
+def test_a_template_that_knows_no_reasoning_needs_no_tags_of_it(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "think>" not in UNTHINKING.split("generation_prompt")[1]
+    for tag in ("<think>", "</think>"):
+        monkeypatch.delitem(tokenizer.added, tag)
+    chat_format = start(UNTHINKING, tokenizer)
+    assert (chat_format.thinks, chat_format.calls, chat_format.generation_prompt) == (
+        False,
+        JSON,
+        "<|im_start|>assistant\n",
+    )
+    monkeypatch.delitem(tokenizer.added, "<tool_call>")
+    with pytest.raises(FormatError, match="no added token <tool_call>"):
+        start(UNTHINKING, tokenizer)
 
 
 REFUSALS = [
+    (hermes('"arguments": \'', '"parameters": \''), "does not write calls as"),
+    (hermes("call.arguments | tojson", "call.arguments"), "does not write calls as"),
+    (hermes("'<tool_call>\\n{", "'<tool_call>\\nCall: {"), "does not write calls as"),
+    (hermes("~ call.arguments | tojson ~", "~ call.arguments | tojson | upper ~"), "does not write calls as"),
+    ("{% if %}", "not valid"),
+    ("{{ messages | tojson }}", "does not write the user text exactly once|changes the user text"),
     (changed("'\\n<tool_response>\\n' ~ content ~", "'\\n<tool_response>\\n' ~ content ~ message.content | length ~"),
      "changes the tool text in an unknown way"),
     ("{{ raise_exception('only on Sundays') }}", "only on Sundays"),
-    ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}", "reasoning text"),
+    ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+     "no generation prompt of its own"),
     ("static", "does not write the user text exactly once"),
     (changed("'<|im_start|>user\\n' ~ content ~", "'<|im_start|>user\\n' ~ content | upper ~"), "user text"),
     (changed("'\\n<tool_response>\\n' ~ content ~", "'\\n<tool_response>\\n' ~ content | replace('\\n', ' ') ~"),
