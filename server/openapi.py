@@ -24,7 +24,7 @@ _REFUSALS = {
     500: "The server failed.",
     503: "The engine is starting again, or too busy.",
 }
-_ALWAYS = (400, 401, 500, 503)
+_ALWAYS = (400, 401, 404, 500, 503)
 _LABELS = "label"
 
 
@@ -110,8 +110,6 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if content:
         succeeded["content"] = content
     statuses = [*_ALWAYS]
-    if operation.in_path or operation.takes_turns or operation.command.__struct_config__.tag == "session.open":
-        statuses.append(404)
     if operation.body:
         statuses += [409, 412, 413, 415, 429]
     if operation.method == "DELETE":
