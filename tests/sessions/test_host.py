@@ -20,11 +20,14 @@ from tokenspeed.client.protocol.commands import (
     SessionGet,
     SessionList,
     SessionOpen,
+    SessionRegenerate,
     SessionRewind,
     SessionTurns,
+    SessionUpdate,
     SessionUsage,
     TurnCancel,
     TurnCreate,
+    TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import TurnEnded
@@ -206,7 +209,16 @@ def test_tenants_do_not_see_each_other(desk: MakeDesk) -> None:
                 SessionFork("x", session, turn),
                 SessionRewind("x", session, "start"),
                 SessionClose("x", session),
+                SessionUpdate("x", session, labels={}),
+                SessionRegenerate("x", session),
+                SessionList("x", after=session),
+                SessionOpen("x", from_=turn),
+                SessionOpen("x", from_=running),
                 TurnCreate("x", session, "hello"),
+                TurnCreate("x", parent=turn, input="hello"),
+                TurnCreate("x", parent=running, input="hello", n=3),
+                TurnGet("x", turn),
+                TurnGet("x", running),
                 TurnCancel("x", turn),
                 TurnCancel("x", running),
             ]

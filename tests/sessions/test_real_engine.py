@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from tokenspeed.client.protocol.commands import Sampling, SessionFork, TurnCancel
-from tokenspeed.client.protocol.events import TurnStarted
+from tokenspeed.client.protocol.commands import (
+    Sampling,
+    SessionFork,
+    SessionRegenerate,
+    SessionUpdate,
+    TurnCancel,
+    TurnCreate,
+)
+from tokenspeed.client.protocol.events import TurnDelta, TurnStarted
 from tokenspeed.client.protocol.items import FunctionCallItem, FunctionCallOutputItem, FunctionTool, InputItem
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.sampling import SamplingParams
@@ -46,11 +53,13 @@ def answers(session_turns: list[Any]) -> str | list[InputItem]:
 
 def test_sessions_over_a_real_engine(desk: MakeDesk, checkpoint: Path) -> None:
     async def scenario() -> None:
-        config = EngineConfig(model=str(checkpoint), dtype="float64", threads=1, max_context=2048)
+        config = EngineConfig(model=str(checkpoint), dtype="float64", threads=1, max_context=2048, forced_tokens=True)
         engine = await ProcessEngine.start(config)
         try:
             fresh = Engine(str(checkpoint), dtype="float64", threads=1, max_context=2048, prefix_cache=False)
             await turns_cost_only_their_new_tokens(desk(engine=engine), fresh)
+            await branches_cost_what_they_say(desk(engine=engine), fresh)
+            await stop_strings_and_logprobs(desk(engine=engine))
             await forks_cancels_and_a_dead_engine(desk(engine=engine), engine)
         finally:
             await engine.close()
@@ -87,6 +96,71 @@ async def turns_cost_only_their_new_tokens(d: Any, fresh: Engine) -> None:
             computed += ended.usage.computed
     after = await d.engine.stats()
     assert after.computed - before.computed == computed
+
+
+def forced(d: Any, text: str, **options: Any) -> Sampling:
+    """The model's output begins with `text`."""
+    ids = list(d.tokenizer.encode_control(text))
+    return Sampling(temperature=0.0, forced_token_ids=ids, max_tokens=len(ids) + 3, **options)
+
+
+async def branches_cost_what_they_say(d: Any, fresh: Engine) -> None:
+    """Regenerate, warm-ups, n answers, updates: the ids of a fresh engine, and the announced number of tokens."""
+    d.read()
+    greedy = Sampling(temperature=0.0, max_tokens=6)
+    generation = len(d.tokenizer.encode_control("<|im_start|>assistant\n<think>\n"))
+    session = await d.open(instructions="Be brief.", sampling=greedy)
+
+    def check(ended: Any) -> None:
+        turn = d.host._book._sessions[ended.session].head
+        expected = fresh.generate(list(turn.prompt.ids()), SamplingParams(temperature=0.0, max_tokens=6))
+        assert list(turn.output_ids) == expected.token_ids
+
+    first = await d.take(session, "one", sampling=forced(d, "r\n</think>\n\nHi<|im_end|>"))
+    await d.take(session, "two", sampling=forced(d, "q\n</think>\n\nHo<|im_end|>"))
+    again = await d.end((await d.ask(SessionRegenerate("r", session))).turn)
+    assert again.usage.computed == generation
+    check(again)
+    warm = await d.take(session, "three", generate=False)
+    assert (warm.reason, warm.usage.output) == ("warmed", 0)
+    record = await d.record(session)
+    assert record.rewind_points == [first.turn, again.turn, warm.turn]
+    assert record.residency.device == record.tokens
+    answered = await d.take(session, "")
+    assert answered.usage.computed == generation
+    check(answered)
+    reply = await d.ask(TurnCreate("q", parent=first.turn, input="four", n=3, sampling=greedy))
+    for turn in reply.turn_ids:
+        ended = await d.end(turn)
+        assert ended.usage.computed <= ended.usage.prompt - len(d.host._book.find_turn("t", first.turn).ids()) + 1
+        check(ended)
+    reply = await d.ask(SessionUpdate("u", session, instructions="Be long."))
+    [cached] = await d.engine.residency([answered.turn])
+    assert reply.lost_tokens == cached > 0
+    updated = await d.take(session, "five")
+    started = d.of(updated.turn)[0]
+    assert isinstance(started, TurnStarted)
+    assert (started.miss_reason, updated.usage.computed) == ("updated", updated.usage.prompt)
+    check(updated)
+
+
+async def stop_strings_and_logprobs(d: Any) -> None:
+    for text, stop, shown in [
+        ("a\n</think>\n\nLook 😀 here STOP it", "😀 here ST", ["a", "Look "]),
+        ("some thought", "tho", ["some "]),
+    ]:
+        session = await d.open()
+        ended = await d.take(session, "go", sampling=forced(d, text, stop=[stop], logprobs=True, top_logprobs=3))
+        assert (ended.status, ended.reason, ended.stop_string) == ("completed", "stop", stop)
+        turn = d.host._book._sessions[session].head
+        assert [item.text for item in turn.output] == shown
+        assert stop in d.tokenizer.decode(turn.output_ids)
+        assert stop not in d.tokenizer.decode(turn.output_ids[:-1])
+        deltas = [event for event in d.of(ended.turn) if isinstance(event, TurnDelta)]
+        found = [entry for delta in deltas for entry in delta.logprobs or []] + (ended.logprobs or [])
+        assert [entry.id for entry in found] == list(turn.output_ids)
+        assert all(len(entry.top) == 3 and entry.logprob <= entry.top[0][1] for entry in found)
+        assert (await d.take(session, "on", sampling=forced(d, "\n</think>\n\nHi<|im_end|>"))).reason == "stop"
 
 
 async def forks_cancels_and_a_dead_engine(d: Any, engine: ProcessEngine) -> None:
