@@ -18,11 +18,12 @@ from tokenspeed.client.protocol.commands import (
     SessionFork,
     SessionGet,
     SessionOpen,
+    SessionRegenerate,
     SessionRewind,
     SessionTurns,
     TurnCreate,
 )
-from tokenspeed.client.protocol.events import Reply, SessionRecord, TurnEnded, TurnEvent, TurnRecord
+from tokenspeed.client.protocol.events import Reply, SessionRecord, TurnEnded, TurnEvent, TurnRecord, TurnStarted
 from tokenspeed.client.protocol.items import InputItem
 from tokenspeed.engine.client import EngineGone
 from tokenspeed.engine.messages import (
@@ -277,6 +278,19 @@ class Desk:
         if output is not None:
             self.script(output)
         return await self.end(await self.begin(session, given, **fields))
+
+    async def again(self, session: str, output: str = "\n</think>\n\nHi<|im_end|>", **fields: Any) -> TurnEnded:
+        """Another answer to a turn's input, from its request to its end."""
+        self.script(output)
+        self.read()
+        turn = (await self.ask(SessionRegenerate("r", session, **fields))).turn
+        assert turn is not None
+        return await self.end(turn)
+
+    def started(self, turn: str) -> TurnStarted:
+        first = self.of(turn)[0]
+        assert isinstance(first, TurnStarted)
+        return first
 
     async def end(self, turn: str) -> TurnEnded:
         await asyncio.wait_for(self._ended.setdefault(turn, asyncio.Event()).wait(), 10)

@@ -1,4 +1,4 @@
-"""Other answers, other branches, other defaults: regenerate, parents, `from`, warm-ups, updates, rewind points."""
+"""Other answers and other branches: regenerate, parents, `from`, warm-ups, rewind points; lists of sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tokenspeed.client.protocol.commands import (
     TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
-from tokenspeed.client.protocol.events import TurnStarted
 from tokenspeed.client.protocol.items import FunctionCallOutputItem, FunctionTool, MessageItem
 
 HI = "\n</think>\n\nHi<|im_end|>"
@@ -42,18 +41,6 @@ async def refusal(asked: Awaitable[Any]) -> SessionError:
     return caught.value
 
 
-async def again(d: Any, session: str, output: str = HI, **fields: Any) -> Any:
-    d.script(output)
-    d.read()
-    return await d.end((await d.ask(SessionRegenerate("r", session, **fields))).turn)
-
-
-def started(d: Any, turn: str) -> TurnStarted:
-    first = d.of(turn)[0]
-    assert isinstance(first, TurnStarted)
-    return first
-
-
 @pytest.mark.parametrize("rule", ["keep", "drop"])
 def test_regenerate_starts_from_the_inputs_end(desk: MakeDesk, rule: str) -> None:
     async def test() -> None:
@@ -63,18 +50,18 @@ def test_regenerate_starts_from_the_inputs_end(desk: MakeDesk, rule: str) -> Non
         await d.take(session, "a", "r" + HI)
         old = await d.take(session, "b", HI)
         prompt = d.engine.prompts[old.turn]
-        new = await again(d, session, "q\n</think>\n\nHo<|im_end|>")
+        new = await d.again(session, "q\n</think>\n\nHo<|im_end|>")
         assert d.engine.prompts[new.turn] == prompt
         command = d.engine.generated[-1]
         assert (command.parent, command.keep) == (old.turn, len(prompt) - generation)
         assert command.keep in command.marks
         assert (new.usage.computed, new.head) == (generation, new.turn)
-        assert started(d, new.turn).miss_reason is None
+        assert d.started(new.turn).miss_reason is None
         first, second = await d.turns(session)
         assert (second.parent, second.input, second.output[-1].text) == (first.id, [MessageItem("user", "b")], "Ho")
         assert d.engine.released == [old.turn]
         # A chain of them leaves nothing behind, and the next turn goes on from the newest.
-        newest = await again(d, session)
+        newest = await d.again(session)
         assert d.engine.released == [old.turn, new.turn]
         after = await d.take(session, "c", HI)
         assert d.engine.prompts[after.turn][: len(prompt) - generation] == prompt[:-generation]
@@ -90,7 +77,7 @@ def test_regenerate_of_an_earlier_turn_and_of_none(desk: MakeDesk) -> None:
         assert (await refusal(d.ask(SessionRegenerate("r", session)))).code == "bad_request"
         first = await d.take(session, "a", HI)
         second = await d.take(session, "b", HI)
-        new = await again(d, session, of=first.turn, sampling=Sampling(seed=4))
+        new = await d.again(session, of=first.turn, sampling=Sampling(seed=4))
         assert d.engine.generated[-1].sampling.seed == 4
         assert [turn.id for turn in await d.turns(session)] == [new.turn]
         assert sorted(d.engine.released) == sorted([first.turn, second.turn])
@@ -102,7 +89,7 @@ def test_regenerate_of_an_earlier_turn_and_of_none(desk: MakeDesk) -> None:
         await d.streamed(turn, 2)
         assert (await d.ask(TurnCancel("x", turn, "nothing"))).head == new.turn
         d.engine.forget()
-        assert (await again(d, session)).status == "completed"
+        assert (await d.again(session)).status == "completed"
 
     run(test)
 
@@ -232,7 +219,7 @@ def test_a_warm_up_leaves_the_input_and_the_next_turn_goes_on(desk: MakeDesk, ru
         await d.take(plain, "b", HI)
         expected = d.engine.prompts[(await d.take(plain, "c", HI)).turn]
         assert d.engine.prompts[(await d.take(session, "c", HI)).turn] == expected
-        new = await again(d, fork)
+        new = await d.again(fork)
         assert d.engine.prompts[new.turn] == d.engine.prompts[more.turn]
         assert (await refusal(d.begin(await d.open(), "", generate=False))).code == "bad_request"
 
@@ -247,128 +234,9 @@ def test_a_warm_up_of_tool_results_and_another_answer_to_it(desk: MakeDesk) -> N
         call = (await d.turns(session))[-1].output[-1].call_id
         warm = await d.take(session, [FunctionCallOutputItem(call, "1")], generate=False)
         prompt = d.engine.prompts[warm.turn]
-        new = await again(d, session)
+        new = await d.again(session)
         assert d.engine.prompts[new.turn] == prompt + list(d.tokenizer.encode_control(GENERATION))
         assert [turn.reason for turn in await d.turns(session)] == ["tool_calls", "stop"]
-
-    run(test)
-
-
-@pytest.mark.parametrize("rule", ["keep", "drop"])
-@pytest.mark.parametrize("by", ["update", "turn"])
-def test_an_update_changes_the_preamble_and_no_id_behind_it(desk: MakeDesk, rule: str, by: str) -> None:
-    async def test() -> None:
-        d = desk()
-        other = FunctionTool("g", "Another")
-        session = await d.open(instructions="Old.", tools=[TOOL], reasoning=rule)
-        odd = await d.open(instructions="Old.", tools=[other], reasoning=rule)
-        for each in (session, odd):
-            await d.take(each, "a", "r" + HI)
-            await d.take(each, "b", HI)
-        old = await d.record(session)
-        ids = d.engine.lineages[old.head][1]
-        if by == "update":
-            reply = await d.ask(SessionUpdate("u", session, tools=[other]))
-            assert (reply.session.tools, reply.session.head) == ([other], old.head)
-            ended = await d.take(session, "c", HI)
-        else:
-            d.script(HI)
-            d.read()
-            reply = await d.ask(TurnCreate("q", session, "c", tools=[other]))
-            ended = await d.end(reply.turn)
-            assert (await d.record(session)).tools == [other]
-        assert reply.lost_tokens == len(ids) - 1
-        assert started(d, ended.turn).miss_reason == "updated"
-        prompt = d.engine.prompts[ended.turn]
-        assert prompt == d.engine.prompts[(await d.take(odd, "c", HI)).turn]
-        if rule == "keep":
-            assert (
-                prompt[(await d.record(session)).prefix_tokens :][: len(ids) - old.prefix_tokens]
-                == (ids[old.prefix_tokens :])
-            )
-        after = await d.take(session, "d", HI)
-        assert d.engine.generated[-1].parent == (ended.turn)
-        assert started(d, after.turn).miss_reason == (None if rule == "keep" else "reasoning_dropped")
-        # The same again is no update.
-        assert (await d.ask(SessionUpdate("u", session, tools=[other], instructions="Old."))).lost_tokens == 0
-        # Another answer under changed defaults is rendered under them.
-        await d.ask(SessionUpdate("u", session, tools=[TOOL]))
-        new = await again(d, session)
-        assert started(d, new.turn).miss_reason == "updated"
-        assert d.tokenizer.decode(d.engine.prompts[new.turn]).count("Another") == 0
-
-    run(test)
-
-
-def test_ids_that_the_tokenizer_would_not_choose_survive_an_update(desk: MakeDesk) -> None:
-    async def test() -> None:
-        d = desk()
-        session = await d.open(instructions="Old.")
-        letters = [token for letter in "hello" for token in d.tokenizer.encode_plain(letter)]
-        end = d.tokenizer.added["<|im_end|>"]
-        output = [*d.tokenizer.encode_control("\n</think>\n\n"), *letters, end]
-        d.engine.scripts.append(output)
-        await d.take(session, "a")
-        await d.ask(SessionUpdate("u", session, instructions="New."))
-        prompt = d.engine.prompts[(await d.take(session, "b", HI)).turn]
-        assert any(prompt[start : start + len(output)] == output for start in range(len(prompt)))
-
-    run(test)
-
-
-def test_a_conversation_with_system_text_of_its_own(desk: MakeDesk) -> None:
-    async def test() -> None:
-        d = desk()
-        session = await d.open(tools=[TOOL])
-        await d.take(session, [MessageItem("system", "Own."), MessageItem("user", "a")], HI)
-
-        async def text() -> str:
-            return d.tokenizer.decode(d.engine.prompts[(await d.take(session, "b", HI)).turn])  # type: ignore[no-any-return]
-
-        assert (await text()).count("Own.") == 1
-        await d.ask(SessionUpdate("u", session, tools=[]))
-        assert (await text()).startswith("<|im_start|>system\nOwn.<|im_end|>")
-        await d.ask(SessionUpdate("u", session, instructions="Given."))
-        assert (await text()).startswith("<|im_start|>system\nGiven.<|im_end|>\n<|im_start|>user\na")
-        await d.ask(SessionUpdate("u", session, instructions=""))
-        assert (await text()).startswith("<|im_start|>system\nOwn.<|im_end|>")
-
-    run(test)
-
-
-def test_what_else_an_update_changes(desk: MakeDesk) -> None:
-    async def test() -> None:
-        d = desk()
-        session = await d.open(reasoning="keep", sampling=Sampling(seed=1, temperature=0.5), labels={"a": "b"})
-        await d.take(session, "a", "r" + HI)
-        head = d.engine.lineages[(await d.record(session)).head][1]
-        d.script("x", pause=True)
-        running = await d.begin(session, "b")
-        await d.streamed(running, 2)
-        for fields in ({"tools": [TOOL]}, {"instructions": "x"}, {"reasoning": "drop"}):
-            assert (await refusal(d.ask(SessionUpdate("u", session, **fields)))).code == "session_busy"
-        reply = await d.ask(SessionUpdate("u", session, sampling=Sampling(top_k=3), labels={"c": "d"}))
-        assert (reply.session.sampling, reply.session.labels) == (Sampling(top_k=3), {"c": "d"})
-        assert reply.lost_tokens == 0
-        await d.ask(TurnCancel("x", running, "nothing"))
-        # Reasoning that the next user message drops is lost back to the input's end.
-        generation = len(d.tokenizer.encode_control(GENERATION))
-        reply = await d.ask(SessionUpdate("u", session, reasoning="drop"))
-        kept = len(d.engine.prompts[(await d.record(session)).head]) - generation
-        assert reply.lost_tokens == len(head) - 1 - kept
-        after = await d.take(session, "b", HI)
-        assert after.usage.reused.total == kept
-        assert started(d, after.turn).miss_reason == "reasoning_dropped"
-        before = await d.record(session)
-        for fields, message in [
-            ({"sampling": Sampling(top_k=-1)}, "top_k is -1"),
-            ({"tools": [TOOL, TOOL]}, "more than once"),
-            ({"instructions": "x " * 5000}, "maximum context length"),
-        ]:
-            assert message in (await refusal(d.ask(SessionUpdate("u", session, **fields)))).message
-        assert await d.record(session) == before
-        d.engine.die()
-        assert (await d.ask(SessionUpdate("u", session, instructions="x"))).lost_tokens == 0
 
     run(test)
 
