@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,43 @@ def test_a_signal_while_the_weights_load_ends_it_too(tmp_path: Path, command_lin
     assert not any(alive(pid) for pid in engines)
 
 
-def test_an_engine_that_dies_ends_the_server_with_a_reason(start: Callable[..., Any]) -> None:
-    server = start("--load-format", "dummy")
-    for pid in server.children():
-        os.kill(pid, signal.SIGKILL)
-    _, errors = server.process.communicate(timeout=30)
-    assert server.process.returncode == 1
-    assert errors.splitlines()[-1] == "error: the engine's process has ended"
+def test_an_engine_that_dies_comes_back_and_one_that_cannot_ends_the_server(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = pocket_copy(tmp_path)
+    server = start(str(model), "--log-level", "error")
+    with Client(server.url) as client, client.session(temperature=0, max_tokens=4) as session:
+        expected = session.turn("Hello!").text
+        (engine,) = server.children()
+        os.kill(engine, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not client.ready() or server.children() == [engine]:
+            assert time.monotonic() < deadline, "the engine did not come back"
+            time.sleep(0.1)
+        session.rewind("start")
+        assert session.turn("Hello!").text == expected
+        (model / "model.safetensors").unlink()
+        os.kill(server.children()[0], signal.SIGKILL)
+        _, errors = server.process.communicate(timeout=60)
+        assert server.process.returncode == 1
+        assert "model.safetensors" in errors
+        assert errors.splitlines()[-1] == "error: the engine's process has ended"
+        with suppress(ConnectionError):  # the block's end closes the session, and the server is gone
+            session.close()
+
+
+def test_options_of_the_engine(start: Callable[..., Any]) -> None:
+    """Chunks, queue and reuse change what a turn costs, never what it says."""
+    answers = []
+    for options in ([], ["--no-prefix-cache", "--prefill-chunk", "7", "--max-queue", "1"]):
+        server = start("--dtype", "float64", *options)
+        with Client(server.url) as client, client.session(temperature=0, max_tokens=5) as session:
+            texts = [session.turn("My name is Ines, and I like the colour green.").text]
+            second = session.turn("What is my name?")
+            assert (second.usage.reused.total == 0) == bool(options)
+            assert second.miss_reason == ("off" if options else None)
+            answers.append([*texts, second.text])
+    assert answers[0] == answers[1]
 
 
 def test_a_port_in_use(command: Command) -> None:
@@ -88,6 +119,7 @@ def test_a_port_in_use(command: Command) -> None:
     [
         (["--host", "0.0.0.0"], "error: without an API key the server listens on this machine only, not on 0.0.0.0"),
         (["--api-key", "right"], "error: an API key is given as TENANT=KEY"),
+        (["--port", "0", "--shared-preamble", "/no/such/file"], "error: /no/such/file: "),
         (["--cache", "much"], "error: 'much' is no size; write one like 512MiB or 2GiB"),
         (["--port", "0", "/no/such/model"], "error: /no/such/model: there is no such directory"),
     ],
@@ -99,7 +131,15 @@ def test_what_cannot_work_is_one_line(command: Command, arguments: list[str], sa
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--port", "70000"], ["--dtype", "int3"], ["--max-context", "1"], ["--nonsense"]]
+    "arguments",
+    [
+        ["--port", "70000"],
+        ["--prefill-chunk", "0"],
+        ["--max-queue", "-1"],
+        ["--dtype", "int3"],
+        ["--max-context", "1"],
+        ["--nonsense"],
+    ],
 )
 def test_a_wrong_option_is_a_usage_error(command: Command, arguments: list[str]) -> None:
     command("serve", *arguments, code=2)

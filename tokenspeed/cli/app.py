@@ -74,6 +74,11 @@ def serve(
     cache: Cache = None,
     max_context: MaxContext = None,
     max_sequences: MaxSequences = 8,
+    max_queue: Annotated[int, typer.Option(min=1, help="Turns that wait beside them; the next is refused.")] = 256,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.")] = 512,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute every prompt whole, for comparison.")
+    ] = False,
     threads: Threads = 0,
     shared_preamble: Annotated[
         list[Path] | None,
@@ -96,6 +101,9 @@ def serve(
         cache=cache,
         max_context=max_context,
         max_sequences=max_sequences,
+        max_queue=max_queue,
+        prefill_chunk=prefill_chunk,
+        prefix_cache=not no_prefix_cache,
         threads=threads,
         shared_preambles=shared_preamble or [],
         log_level=log_level.value,
