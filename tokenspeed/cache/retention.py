@@ -90,7 +90,9 @@ def _rank(node: Node) -> int:
 
 def _saved(node: Node) -> int:
     """Tokens between the nearest state before the node's and its own."""
-    at, end = node.parent, node.start
-    while at is not None and not (at.row and at.end <= end):
-        at, end = at.parent, at.start
-    return node.end - (at.end if at is not None else 0)
+    end, at = node.start, node.parent
+    while at is not None:
+        if at.row and at.end <= end:
+            return node.end - at.end
+        end, at = at.start, at.parent
+    return node.end

@@ -11,7 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -297,7 +297,8 @@ class ProcessEngine:
         for queue in self._turns.values():
             queue.put_nowait(None)
         self._turns.clear()
-        for future in (*self._stats, *self._residencies):
+        waiting: list[asyncio.Future[Any]] = [*self._stats, *self._residencies]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineGone("the engine's process has ended"))
         self._stats.clear()
