@@ -1,6 +1,7 @@
 """The tensors behind pages and state rows, and the only place that knows their geometry.
 
-Page 0 and row 0 are sinks: never allocated, written by padding and by whatever must not be kept.
+Page 0 and row 0 are sinks: never allocated, written by padding and by whatever must not be kept. What nobody has
+written may hold anything, NaN included: the tensors are not cleared, so that memory is taken only as it is used.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class PagePool:
         self.geometry = geometry
         self.pages = pages
         layers = range(geometry.attention_layers)
-        self.k = [torch.zeros(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
-        self.v = [torch.zeros(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
+        self.k = [torch.empty(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
+        self.v = [torch.empty(shape, dtype=geometry.kv_dtype, device=device) for _ in layers]
 
     def flat_k(self, layer: int) -> Tensor:
         return self.k[layer].view(-1, *self.k[layer].shape[2:])
@@ -94,6 +95,6 @@ class StateRows:
         layers = range(geometry.linear_layers)
         self.geometry = geometry
         self.rows = rows
-        self.conv = [torch.zeros(conv, dtype=geometry.conv_dtype, device=device) for _ in layers]
-        self.matrix = [torch.zeros(matrix, dtype=geometry.matrix_dtype, device=device) for _ in layers]
-        self.hidden = torch.zeros((rows, geometry.hidden), dtype=geometry.hidden_dtype, device=device)
+        self.conv = [torch.empty(conv, dtype=geometry.conv_dtype, device=device) for _ in layers]
+        self.matrix = [torch.empty(matrix, dtype=geometry.matrix_dtype, device=device) for _ in layers]
+        self.hidden = torch.empty((rows, geometry.hidden), dtype=geometry.hidden_dtype, device=device)
