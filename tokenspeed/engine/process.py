@@ -83,7 +83,8 @@ class WorkerProcess:
         socket.bind(address)
         # -P: the current directory is not a place to import from.
         command = [sys.executable, "-P", "-m", "tokenspeed.engine.worker", address]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        # A group of its own: Ctrl-C is for this process, which ends the engine in its own time.
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, process_group=0)
         return cls(process, socket, directory)
 
     async def load(self, config: EngineConfig, progress: Progress | None) -> EngineInfo:

@@ -7,7 +7,6 @@ parent is gone.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -91,8 +90,6 @@ class Worker:
 
 
 def main(address: str) -> None:
-    # Ctrl-C reaches the whole foreground group; the client decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = 1000
