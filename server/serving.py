@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
-import signal
 import socket
 from collections.abc import Collection, Iterator
 
@@ -148,18 +146,6 @@ class Server:
     def stop(self) -> None:
         """End `serve`. Called on the event loop's thread."""
         self._stopping.set()
-
-    def stop_on_signals(self) -> None:
-        """Stop on SIGINT and SIGTERM; a second one ends the process at once."""
-        loop = asyncio.get_running_loop()
-
-        def told(number: int) -> None:
-            if self._stopping.is_set():
-                os._exit(128 + number)
-            self.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told, number)
 
     async def _stop_when_told(self) -> None:
         await self._stopping.wait()

@@ -98,8 +98,5 @@ class LineageBook:
     def __contains__(self, name: str) -> bool:
         return name in self._lineages
 
-    def __len__(self) -> int:
-        return len(self._lineages)
-
     def named(self, name: str) -> Lineage | None:
         return self._lineages.get(name)

@@ -64,10 +64,6 @@ class PageAllocator:
         self._holders[page][tail] = offset
         return True
 
-    def end_claim(self, page: int, tail: int) -> None:
-        if self._writers.get(page) == tail:
-            del self._writers[page]
-
     def writer(self, page: int) -> int | None:
         return self._writers.get(page)
 

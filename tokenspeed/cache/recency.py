@@ -34,9 +34,3 @@ class Recency(Generic[T]):
         """A snapshot, first to go first."""
         yield from list(self._idle.values())
         yield from list(self._needed.values())
-
-    def __contains__(self, item: T) -> bool:
-        return id(item) in self._idle or id(item) in self._needed
-
-    def __len__(self) -> int:
-        return len(self._idle) + len(self._needed)

@@ -71,9 +71,6 @@ class Retention:
             self._clock = max(self._clock, self._worths[first].key[1])
         return first
 
-    def __len__(self) -> int:
-        return len(self._worths)
-
     def _set(self, node: Node, worth: Worth) -> None:
         self._worths[node] = worth
         heapq.heappush(self._heap, (worth.key, node.number, node))

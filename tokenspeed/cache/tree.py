@@ -95,10 +95,6 @@ class Tail:
     ring: list[int]
     reserve: list[int]
 
-    def capacity(self, page_size: int) -> int:
-        """Positions below it have a page."""
-        return (self.start // page_size + len(self.pages)) * page_size
-
 
 @dataclass(frozen=True)
 class Found:

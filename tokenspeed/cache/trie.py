@@ -96,9 +96,6 @@ class Trie(Generic[E]):
             del above.below[first]
             branch = above
 
-    def __contains__(self, entry: E) -> bool:
-        return id(entry) in self._places
-
     def _split(self, branch: Branch[E], shared: int) -> Branch[E]:
         above = branch.above
         assert above is not None
