@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -19,6 +20,7 @@ from tokenspeed.client.protocol.commands import (
     SessionUsage,
     TurnCancel,
 )
+from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import SessionRecord, SessionTotals
 from tokenspeed.client.protocol.items import FunctionCallOutputItem
 from tokenspeed.client.requests import (
@@ -44,6 +46,7 @@ class AsyncSession:
         self._link = link
         self._tools = tools
         self._id = record.id
+        self._closed = False
         self._head = record.head
         self._running: str | None = None
         # Answers that the tool loop ran, and the turn whose calls they answer, until the caller adds the rest.
@@ -157,8 +160,10 @@ class AsyncSession:
         return record
 
     async def close(self) -> None:
-        """End the session for good and let the server forget it. Forks of it live on."""
-        await self._link.request(SessionClose("", self._id))
+        """End the session for good and let the server forget it. Forks of it live on. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            await self._link.request(SessionClose("", self._id))
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,7 +171,11 @@ class AsyncSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(error, ConnectionError):
+        if error is None:
+            await self.close()
+            return
+        # What went wrong inside is what the caller is to hear of.
+        with suppress(SessionError, ConnectionError):
             await self.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -18,6 +19,7 @@ from tokenspeed.client.protocol.commands import (
     SessionUsage,
     TurnCancel,
 )
+from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import SessionRecord, SessionTotals
 from tokenspeed.client.protocol.items import FunctionCallOutputItem
 from tokenspeed.client.requests import (
@@ -44,6 +46,7 @@ class Session:
         self._link = link
         self._tools = tools
         self._id = record.id
+        self._closed = False
         self._head = record.head
         self._running: str | None = None
         # Answers that the tool loop ran, and the turn whose calls they answer, until the caller adds the rest.
@@ -184,8 +187,10 @@ class Session:
         return record
 
     def close(self) -> None:
-        """End the session for good and let the server forget it. Forks of it live on."""
-        self._link.request(SessionClose("", self._id))
+        """End the session for good and let the server forget it. Forks of it live on. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._link.request(SessionClose("", self._id))
 
     def __enter__(self) -> Self:
         return self
@@ -193,9 +198,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, ConnectionError):
+        if error is None:
+            self.close()
             return
-        self.close()
+        # What went wrong inside is what the caller is to hear of.
+        with suppress(SessionError, ConnectionError):
+            self.close()
 
 
 def _whole(stream: TurnStream) -> Turn:

@@ -29,7 +29,13 @@ __all__ = ["AsyncClient", "Client", "Engine", "SamplingParams", "SessionError", 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenspeed' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tokenspeed"):
+            raise
+        message = f"{name} needs {error.name}: pip install 'tokenspeed-sessions[server]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def __dir__() -> list[str]:

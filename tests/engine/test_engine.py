@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,35 @@ def test_bfloat16_runs(tiny: Path) -> None:
     assert engine.info.dtype == "bfloat16"
     assert engine._core.executor.rows.matrix[0].dtype == torch.float32
     assert len(engine.generate([5, 6, 7], GREEDY).token_ids) == 6
+
+
+def test_an_interruption_leaves_the_engine_usable(engine: Engine) -> None:
+    step = engine._core.step
+    calls = 0
+
+    def interrupted() -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    engine._core.step = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    fresh = engine.generate([5, 6, 7], GREEDY)
+    assert len(fresh.token_ids) == 6
+    assert engine.stats.running == engine.stats.queued == 0
+
+
+def test_threads_take_turns(engine: Engine) -> None:
+    expected = [engine.generate([n, 6, 7], GREEDY).token_ids for n in range(2, 8)]
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda n: engine.generate([n, 6, 7], GREEDY).token_ids, range(2, 8)))
+    assert got == expected
+
+
+@pytest.mark.parametrize("prompt", ["12", ["1", "2"], [1, [2, 3]], [1.5], [[1], [2.0]]])
+def test_a_prompt_is_ids(engine: Engine, prompt: object) -> None:
+    with pytest.raises(TypeError, match="token ids"):
+        engine.generate(prompt, GREEDY)  # type: ignore[call-overload]

@@ -116,6 +116,22 @@ def test_turns_fail_when_the_process_dies_and_it_comes_back(tiny: Path) -> None:
     with_engine(tiny, use)
 
 
+def test_a_death_while_it_is_started_again_is_one_more_try(tiny: Path) -> None:
+    async def use(engine: ProcessEngine) -> None:
+        first = engine.pid
+        os.kill(first, signal.SIGKILL)
+        while engine.pid == first:
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGKILL)  # before it has connected
+        while engine.restarts == 0:
+            assert engine.alive
+            await asyncio.sleep(0.05)
+        tokens, _ = await collect(engine.generate(turn("a", PROMPT, 3)))
+        assert len(tokens) == 3
+
+    with_engine(tiny, use)
+
+
 def test_an_engine_that_cannot_come_back_stays_down(tiny: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -152,15 +168,18 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     assert missing.value.code == "model_not_found"
 
 
-def test_the_process_ends_with_its_parent(tiny: Path, tmp_path: Path) -> None:
-    """A parent that is killed leaves no engine behind."""
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_process_ends_with_its_parent(tiny: Path, ready: bool) -> None:
+    """A parent that is killed leaves no engine behind, not even one that is just starting."""
     script = f"""
 import asyncio
 from tokenspeed.config.engine import EngineConfig
-from tokenspeed.engine.process import ProcessEngine
+from tokenspeed.engine.process import ProcessEngine, WorkerProcess
 async def main():
-    engine = await ProcessEngine.start(EngineConfig(model={str(tiny)!r}))
-    print(engine.pid, flush=True)
+    if {ready}:
+        print((await ProcessEngine.start(EngineConfig(model={str(tiny)!r}))).pid, flush=True)
+    else:
+        print((await WorkerProcess.launch()).process.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """

@@ -220,3 +220,17 @@ def test_a_wrong_key_is_unauthorized(start_server: Callable[..., Any]) -> None:
         assert caught.value.code == "unauthorized"
 
     with_client(server, work)
+
+
+def test_closing_again_does_nothing_and_hides_no_error(server: Any) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(server.url) as client:
+            async with client.session() as session:
+                await session.close()
+            gone = await client.session()
+            await (await client.session(id=gone.id)).close()
+            with pytest.raises(ValueError, match="the caller's own"):
+                async with gone:
+                    raise ValueError("the caller's own")
+
+    asyncio.run(scenario())

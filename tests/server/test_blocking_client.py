@@ -355,3 +355,13 @@ def test_replies_without_what_they_must_say_are_errors(server: Any, client: Clie
         session.turn("x")
     with pytest.raises(ProtocolError, match="names no session"):
         client.session()
+
+
+def test_closing_again_does_nothing_and_hides_no_error(client: Client) -> None:
+    with client.session() as session:
+        session.close()
+        session.close()
+    other = client.session(id=client.session().id)
+    client.session(id=other.id).close()
+    with pytest.raises(ValueError, match="the caller's own"), other:
+        raise ValueError("the caller's own")

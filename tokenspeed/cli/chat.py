@@ -103,7 +103,7 @@ class Chat:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives input() its line editing)
             return input("> ").strip()
-        line = sys.stdin.readline()
+        line = sys.stdin.readline().encode(errors="replace").decode()
         if not line:
             raise EOFError
         self._say(f"> {line.strip()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -13,6 +14,7 @@ from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.engine.core import EngineCore
 from tokenspeed.engine.messages import (
+    Cancel,
     Ended,
     EngineEvent,
     EngineInfo,
@@ -58,7 +60,7 @@ class Generation:
 
 
 class Engine:
-    """A model and its prefix cache.
+    """A model and its prefix cache. Calls from several threads follow one another.
 
         engine = Engine("path/to/model")
         first = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
@@ -75,6 +77,7 @@ class Engine:
     def __init__(self, model: str | Any, **options: Any) -> None:
         self._core = EngineCore(EngineConfig(model=str(model), **options))
         self._names = itertools.count(1)
+        self._lock = threading.Lock()
 
     @property
     def info(self) -> EngineInfo:
@@ -111,7 +114,11 @@ class Engine:
             EngineRefusal: with the code `context_length_exceeded`, `bad_request`, `unknown_lineage` or `queue_full`.
         """
         prompts, many = _prompts(token_ids)
-        params = params or SamplingParams()
+        with self._lock:
+            generations = self._run(prompts, params or SamplingParams(), parent)
+        return generations if many else generations[0]
+
+    def _run(self, prompts: list[list[int]], params: SamplingParams, parent: str | None) -> list[Generation]:
         turns: dict[str, Generation] = {}
         for prompt in prompts:
             name = f"turn_{next(self._names)}"
@@ -120,26 +127,38 @@ class Engine:
             marks = (len(prompt) - 1,) if parent is None and len(prompt) > 1 else ()
             self._core.submit(Generate(name, TENANT, np.asarray(prompt, "<i4").tobytes(), params, parent, marks=marks))
         refused: Rejected | Ended | None = None
-        while self._core.busy:
-            for event in self._core.step():
-                refused = _take(turns[event.turn], event) or refused
+        try:
+            while self._core.busy:
+                for event in self._core.step():
+                    if event.turn in turns:
+                        refused = _take(turns[event.turn], event) or refused
+        except BaseException:
+            # Interrupted: nothing of these turns is wanted any more.
+            for name in turns:
+                self._core.submit(Cancel(name, "nothing"))
+            raise
         if refused is not None:
             code = refused.code if isinstance(refused, Rejected) else "engine_error"
             raise EngineRefusal(code, refused.message or code)
-        generations = list(turns.values())
-        return generations if many else generations[0]
+        return list(turns.values())
 
     def release(self, turn: str) -> None:
         """Forget a lineage: its ids, and, when room is needed, its cache before others'."""
-        self._core.submit(Release([turn]))
+        with self._lock:
+            self._core.submit(Release([turn]))
 
 
-def _prompts(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], bool]:
-    """The prompts, and whether they came as a list of prompts."""
-    prompts = [item for item in token_ids if isinstance(item, Sequence | np.ndarray)]
-    if prompts:
-        return prompts, True
-    return [[int(item) for item in token_ids if not isinstance(item, Sequence)]], False
+def _prompts(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> tuple[list[list[int]], bool]:
+    """The prompts, and whether they came as a list of prompts. Raises TypeError on anything but ids."""
+    items: list[Any] = list(token_ids)
+    many = bool(items) and isinstance(items[0], Sequence | np.ndarray) and not isinstance(items[0], str)
+    prompts = [list(prompt) if isinstance(prompt, Sequence | np.ndarray) else [prompt] for prompt in items]
+    if not many:
+        prompts = [items]
+    for token in itertools.chain.from_iterable(prompts):
+        if not isinstance(token, int | np.integer):
+            raise TypeError(f"a prompt is a list of token ids; {token!r} is none")
+    return prompts, many
 
 
 def _take(generation: Generation, event: EngineEvent) -> Rejected | Ended | None:

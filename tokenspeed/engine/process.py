@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -49,6 +50,8 @@ MOST_RESTARTS = 5
 """In a row, without one that served for `STABLE_S`; then the engine is given up."""
 STABLE_S = 60.0
 
+GONE = "the engine's process has ended; it is started again, and the turn can be sent again then"
+
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
 
@@ -63,6 +66,13 @@ class EngineStartError(RuntimeError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class EngineDied(EngineStartError):
+    """Its process ended while it was loading."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__("engine_error", f"the engine's process ended with exit code {exit_code}")
 
 
 class WorkerProcess:
@@ -82,22 +92,20 @@ class WorkerProcess:
         address = f"ipc://{directory}/engine"
         socket.bind(address)
         # -P: the current directory is not a place to import from.
-        command = [sys.executable, "-P", "-m", "tokenspeed.engine.worker", address]
+        command = [sys.executable, "-P", "-m", "tokenspeed.engine.worker", address, str(os.getpid())]
         # A group of its own: Ctrl-C is for this process, which ends the engine in its own time.
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, process_group=0)
         return cls(process, socket, directory)
 
     async def load(self, config: EngineConfig, progress: Progress | None) -> EngineInfo:
         """Raises EngineStartError if the model cannot be served."""
-        await self.socket.send(encode([Start(config)]))
         exited = asyncio.create_task(self.process.wait())
         try:
+            # A process that dies before it connects takes nothing, so this waits for its end as well.
+            await self._unless(exited, asyncio.ensure_future(self.socket.send(encode([Start(config)]))))
             while True:
                 frame = asyncio.ensure_future(self.socket.recv())
-                await asyncio.wait({frame, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not frame.done() and not await _soon(frame):
-                    code = self.process.returncode
-                    raise EngineStartError("engine_error", f"the engine's process ended with exit code {code}")
+                await self._unless(exited, frame)
                 for message in decode_from_worker(frame.result()):
                     if isinstance(message, Loading) and progress is not None:
                         progress(message.done, message.total)
@@ -107,6 +115,12 @@ class WorkerProcess:
                         raise EngineStartError(message.code, message.message)
         finally:
             exited.cancel()
+
+    async def _unless(self, exited: asyncio.Task[int], step: asyncio.Future[Any]) -> None:
+        """Wait for `step`. Raises EngineDied if the process ends first."""
+        await asyncio.wait({step, exited}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done() and not await _soon(step):
+            raise EngineDied(self.process.returncode)
 
     async def end(self, patience_s: float = 0.0) -> None:
         """Give the process so long to end by itself, then kill it."""
@@ -186,7 +200,7 @@ class ProcessEngine:
         while True:
             event = await queue.get()
             if event is None:
-                raise EngineGone("the engine's process has ended")
+                raise EngineGone(GONE)
             yield event
             if isinstance(event, Ended | Rejected):
                 return
@@ -230,7 +244,7 @@ class ProcessEngine:
 
     async def _ask(self, question: ToWorker, waiting: deque[asyncio.Future[T]]) -> T:
         if not self._up:
-            raise EngineGone("the engine's process has ended")
+            raise EngineGone(GONE)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiting.append(future)
         self._post(question)
@@ -255,6 +269,8 @@ class ProcessEngine:
             self._worker = await WorkerProcess.launch()
             try:
                 self._info = await self._worker.load(self._config, None)
+            except EngineDied:
+                continue  # the next round finds it dead
             except EngineStartError as error:
                 _log.error("the engine cannot be started again: %s", error)
                 return
@@ -301,7 +317,7 @@ class ProcessEngine:
         waiting: list[asyncio.Future[Any]] = [*self._stats, *self._residencies]
         for future in waiting:
             if not future.done():
-                future.set_exception(EngineGone("the engine's process has ended"))
+                future.set_exception(EngineGone(GONE))
         self._stats.clear()
         self._residencies.clear()
 
@@ -311,7 +327,7 @@ def _resolve(future: asyncio.Future[T], value: T) -> None:
         future.set_result(value)
 
 
-async def _soon(frame: asyncio.Future[bytes]) -> bool:
+async def _soon(frame: asyncio.Future[Any]) -> bool:
     """Whether a last frame of an ended process is still in the pipe; if not, stops waiting for it."""
     done, _ = await asyncio.wait({frame}, timeout=0.5)
     if not done:

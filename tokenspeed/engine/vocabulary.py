@@ -15,7 +15,10 @@ def token_bytes(directory: Path) -> list[bytes | None]:
     path = directory / "tokenizer.json"
     if not path.exists():
         return []
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path} cannot be read: {error}") from error
     added = tokenizer.get_added_tokens_decoder()
     alphabet = _byte_alphabet()
     table: list[bytes | None] = []

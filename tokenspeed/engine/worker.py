@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m tokenspeed.engine.worker ADDRESS`.
+"""The engine's own process: `python -m tokenspeed.engine.worker ADDRESS PARENT`.
 
 It connects to its client's socket, is told its configuration, loads the model and serves until it is shut down or its
 parent is gone.
@@ -38,11 +38,14 @@ LOADING_STEPS = 100
 class Worker:
     """An engine core behind a socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], parent: int) -> None:
         self._socket = socket
-        self._parent = os.getppid()
+        self._parent = parent
 
     def run(self) -> None:
+        while not self._socket.poll(IDLE_MS):
+            if os.getppid() != self._parent:
+                return
         (start,) = decode_to_worker(self._socket.recv())
         assert isinstance(start, Start)
         reported = -1
@@ -89,18 +92,18 @@ class Worker:
         self._socket.send(encode(messages))
 
 
-def main(address: str) -> None:
+def main(address: str, parent: int) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = 1000
     socket.sndhwm = socket.rcvhwm = 0
     socket.connect(address)
     try:
-        Worker(socket).run()
+        Worker(socket, parent).run()
     finally:
         socket.close()
         context.term()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
