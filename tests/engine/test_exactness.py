@@ -143,7 +143,8 @@ def test_only_the_state_was_dropped(lab: MakeLab, assert_exact: Callable[..., No
     again = engine.run([5, 6], parent=first.turn, params=answer(1))
     assert again.usage.reused == 9
     for layer, (was, now) in enumerate(zip(before, engine.core.executor.pages.k, strict=True)):
-        changed = (was != now).any(-1).any(-1)
+        # Rows that nobody has written may hold NaN.
+        changed = ~((was == now) | (was.isnan() & now.isnan())).all(-1).all(-1)
         changed[0] = False  # the sink
         assert int(changed.sum()) <= 3, layer
     assert_exact(engine, first.turn)
