@@ -1,0 +1,44 @@
+"""How the kernels of a decode step follow each other.
+
+With programmatic dependent launch (Hopper and later) a kernel may start while its predecessor still runs. It calls
+`release_next` early, so that the kernel behind it may start too, and reads or writes nothing that another kernel writes
+or reads before `wait_for_previous`; weights, which nobody writes, may be fetched before. A kernel launched so must call
+`wait_for_previous` on every path: what it leaves unwaited its successors would not wait for either.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run under the interpreter, on tensors of the CPU."""
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Until the kernels launched before have ended and their writes can be seen."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def release_next(PDL: tl.constexpr):
+    """Let the next kernel start once every program of this one has come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+def chained(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments for the launch of a kernel that takes `PDL: tl.constexpr` and waits as this module says."""
+    return {"PDL": True, "launch_pdl": True} if _has_dependent_launch(device) else {"PDL": False}
+
+
+@cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
