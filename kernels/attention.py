@@ -6,6 +6,8 @@ h // (heads / kv_heads); scores are scaled by head_dim^-½.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,48 +31,62 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Tenso
 
 def attention_prefill(
     q: Tensor,
+    gate: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     page_table: Tensor,
     positions: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    longest: int,
+    bounds: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """Causal attention of sequences laid flat; a query at position p sees positions 0 … p of its page table.
+    """Causal, gated attention of sequences laid flat; a query at position p sees positions 0 … p of its page table.
 
     Args:
-        q: [tokens, heads, head_dim].
-        page_table: [sequences, pages] int64.
-        positions: [tokens] int64.
+        q, gate: [tokens, heads, head_dim].
+        page_table: [sequences, pages] int64; entries past the length may be anything valid.
+        positions: [tokens] int64; consecutive within a sequence, ending at its length - 1.
         starts: [sequences + 1] int64, prefix sums of the query lengths.
         lengths: [sequences] int64, each sequence's length with these tokens.
+        longest: an upper bound of `lengths`.
+        bounds: per sequence its query length and its length, where the host knows them.
     Returns:
-        [tokens, heads, head_dim] in q's type.
+        attention · sigmoid(gate), heads joined: [tokens, heads * head_dim] in q's type.
     """
-    output = torch.empty_like(q)
-    bounds = starts.tolist()
-    for sequence, length in enumerate(lengths.tolist()):
+    output = torch.empty_like(q, dtype=compute_dtype(q.dtype))
+    if bounds is None:
+        bounds = list(zip(starts.diff().tolist(), lengths.tolist(), strict=True))
+    end = 0
+    for sequence, (count, length) in enumerate(bounds):
+        first, end = end, end + count
         k, v = _gather(k_pages, v_pages, page_table[sequence : sequence + 1], length, q.dtype)
         keys = torch.arange(length, device=q.device)
-        for start in range(bounds[sequence], bounds[sequence + 1], QUERY_BLOCK):
-            block = slice(start, min(start + QUERY_BLOCK, bounds[sequence + 1]))
+        for start in range(first, end, QUERY_BLOCK):
+            block = slice(start, min(start + QUERY_BLOCK, end))
             seen = keys <= positions[block, None]
             output[block] = _attend(q[block].transpose(0, 1)[None], k, v, seen)[0].transpose(0, 1)
-    return output
+    return _gated(output, gate)
 
 
 def attention_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, longest: int
+    q: Tensor,
+    gate: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    longest: int,
 ) -> Tensor:
-    """Attention of one query per sequence over the positions 0 … length - 1 of its page table.
+    """Gated attention of one query per sequence over the positions 0 … length - 1 of its page table.
 
     Args:
-        q: [sequences, heads, head_dim].
+        q, gate: [sequences, heads, head_dim].
         page_table: [sequences, pages] int64; entries past the length may be anything valid.
         lengths: [sequences] int64, at least 1.
         longest: an upper bound of `lengths`.
     Returns:
-        [sequences, heads, head_dim] in q's type.
+        attention · sigmoid(gate), heads joined: [sequences, heads * head_dim] in q's type.
     """
     sequences, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
@@ -83,19 +99,7 @@ def attention_decode(
         seen = (torch.arange(longest, device=q.device) < lengths[:, None])[:, None, None]
     # The query heads of one KV head stand as queries, so that K and V are not repeated.
     grouped = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-    return _attend(grouped, k, v, seen).reshape(q.shape)
-
-
-def sigmoid_gate(attention: Tensor, gate: Tensor) -> Tensor:
-    """attention · sigmoid(gate), heads joined.
-
-    Args:
-        attention, gate: [tokens, heads, head_dim].
-    Returns:
-        [tokens, heads * head_dim] in attention's type.
-    """
-    compute = compute_dtype(attention.dtype)
-    return (attention.to(compute) * gate.to(compute).sigmoid()).to(attention.dtype).flatten(1)
+    return _gated(_attend(grouped, k, v, seen).reshape(q.shape), gate)
 
 
 def _gather(
@@ -121,5 +125,8 @@ def _gather(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    output = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=seen, enable_gqa=grouped)
-    return output.to(q.dtype)
+    return F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=seen, enable_gqa=grouped)
+
+
+def _gated(attended: Tensor, gate: Tensor) -> Tensor:
+    return (attended * gate.to(attended.dtype).sigmoid()).to(gate.dtype).flatten(1)

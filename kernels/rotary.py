@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels.attention import write_kv
 from tokenspeed.kernels.norms import gemma_rms_norm
 from tokenspeed.kernels.state_rows import compute_dtype
 
@@ -25,26 +26,31 @@ def rotary_table(positions: Tensor, theta: float, rotary_dim: int, dtype: torch.
     return angles.cos().to(compute), angles.sin().to(compute)
 
 
-def qk_norm_rope_gate(
+def qk_norm_rope_write(
     qkv: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rows: Tensor,
     heads: int,
     kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits the attention layer's projection, norms q and k over the head (Gemma flavour) and rotates them.
+) -> tuple[Tensor, Tensor]:
+    """Splits the attention layer's projection, norms q and k over the head (Gemma flavour), rotates them, writes the
+    tokens' K and V to their token rows.
 
     Args:
         qkv: [tokens, heads * 2 * head_dim + 2 * kv_heads * head_dim]: per query head its query and its gate, then the
             keys, then the values.
         q_weight, k_weight: [head_dim].
         cos, sin: [tokens, rotary_dim / 2], of `rotary_table`.
+        k_pages, v_pages: [pages, page_size, kv_heads, head_dim], the layer's pages; changed in place.
+        rows: [tokens] int64, `page * page_size + offset`; distinct outside page 0, the sink.
     Returns:
-        q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], gate [tokens, heads, head_dim], in qkv's
-        type; v and gate may be views of qkv.
+        q [tokens, heads, head_dim], contiguous, and gate [tokens, heads, head_dim], a view of qkv; in qkv's type.
     """
     tokens = qkv.shape[0]
     head_dim = q_weight.shape[0]
@@ -54,7 +60,8 @@ def qk_norm_rope_gate(
     v = values.view(tokens, kv_heads, head_dim)
     q = _rotate(gemma_rms_norm(q.to(cos.dtype), q_weight, eps), cos, sin).to(qkv.dtype)
     k = _rotate(gemma_rms_norm(k.to(cos.dtype), k_weight, eps), cos, sin).to(qkv.dtype)
-    return q, k, v, gate
+    write_kv(k, v, k_pages, v_pages, rows)
+    return q, gate
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tokenspeed.kernels.rotary import qk_norm_rope_gate, rotary_table
+from tokenspeed.kernels.rotary import qk_norm_rope_write, rotary_table
 
 EPS = 1e-6
 
@@ -27,7 +27,14 @@ def test_split_norm_and_rotation_against_complex_numbers() -> None:
     q_weight, k_weight = torch.randn(2, head_dim, dtype=torch.float64)
     positions = torch.tensor([0, 5, 77])
     table = rotary_table(positions, theta, rotary_dim, torch.float64)
-    q, k, v, gate = qk_norm_rope_gate(qkv, q_weight, k_weight, *table, heads, kv_heads, EPS)
+    k_pages, v_pages = torch.full((2, 4, 2, kv_heads, head_dim), torch.nan, dtype=torch.float64)
+    rows = torch.tensor([5, 2, 6])
+    q, gate = qk_norm_rope_write(qkv, q_weight, k_weight, *table, k_pages, v_pages, rows, heads, kv_heads, EPS)
+    assert q.is_contiguous()
+    assert gate.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    for pages in (k_pages, v_pages):
+        assert pages.view(8, -1).isnan().all(1).tolist() == [row not in rows for row in range(8)]
+    k, v = (pages.view(8, kv_heads, head_dim)[rows] for pages in (k_pages, v_pages))
 
     def rotated(row: list[float], weight: list[float], position: int) -> list[float]:
         size = math.sqrt(sum(value * value for value in row) / head_dim + EPS)
@@ -57,6 +64,8 @@ def test_bfloat16_input_is_normed_in_float32() -> None:
     qkv = torch.full((1, 6 * 8), 3.0, dtype=torch.bfloat16)
     zero = torch.zeros(8, dtype=torch.bfloat16)
     table = rotary_table(torch.tensor([0]), 100.0, 4, torch.bfloat16)
-    q, k, _, _ = qk_norm_rope_gate(qkv, zero, zero, *table, 2, 1, EPS)
-    assert q.dtype == k.dtype == torch.bfloat16
+    k_pages, v_pages = torch.zeros(2, 1, 4, 1, 8, dtype=torch.bfloat16)
+    q, _ = qk_norm_rope_write(qkv, zero, zero, *table, k_pages, v_pages, torch.tensor([3]), 2, 1, EPS)
+    assert q.dtype == torch.bfloat16
     assert torch.equal(q, torch.ones_like(q))
+    assert torch.equal(k_pages[0, 3], torch.ones_like(k_pages[0, 3]))

@@ -29,15 +29,31 @@ class GatedAttention:
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, pages: PagePool) -> Tensor:
         """x: [tokens, hidden]; rotary: cosine and sine of `rotary_table`. Returns [tokens, hidden]."""
         ops = self.ops
-        q, k, v, gate = ops.qk_norm_rope_gate(
-            self.input(x), self.q_norm, self.k_norm, *rotary, self.heads, self.kv_heads, self.eps
-        )
         k_pages, v_pages = pages.k[self.index], pages.v[self.index]
-        ops.write_kv(k, v, k_pages, v_pages, batch.kv_rows)
+        q, gate = ops.qk_norm_rope_write(
+            self.input(x),
+            self.q_norm,
+            self.k_norm,
+            *rotary,
+            k_pages,
+            v_pages,
+            batch.kv_rows,
+            self.heads,
+            self.kv_heads,
+            self.eps,
+        )
         if batch.decode:
-            attended = ops.attention_decode(q, k_pages, v_pages, batch.page_table, batch.lengths, batch.longest)
+            attended = ops.attention_decode(q, gate, k_pages, v_pages, batch.page_table, batch.lengths, batch.longest)
         else:
             attended = ops.attention_prefill(
-                q, k_pages, v_pages, batch.page_table, batch.positions, batch.starts, batch.lengths
+                q,
+                gate,
+                k_pages,
+                v_pages,
+                batch.page_table,
+                batch.positions,
+                batch.starts,
+                batch.lengths,
+                batch.longest,
             )
-        return self.output(ops.sigmoid_gate(attended, gate))
+        return self.output(attended)
