@@ -18,6 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run under the interpreter, on tensors of the CPU."""
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a · b, float32 operands without tf32. The interpreter takes bfloat16 for integers, so it gets float32."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
