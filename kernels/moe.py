@@ -12,14 +12,18 @@ from tokenspeed.kernels.state_rows import compute_dtype
 def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the largest few, their weights scaled to sum to 1.
 
+    Of equal logits the expert with the lower number comes first. A NaN counts as the largest, so that the experts are
+    valid and different ones whatever a padding token holds.
+
     Args:
-        logits: [tokens, experts].
+        logits: [tokens, experts], of any float type.
     Returns:
         weights [tokens, experts_per_token] in promote(float32, logits' type), and the experts, int64, of that shape.
     """
-    probabilities = logits.to(compute_dtype(logits.dtype)).softmax(-1)
-    weights, experts = probabilities.topk(experts_per_token, dim=-1)
-    return weights / weights.sum(-1, keepdim=True), experts
+    values, experts = logits.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of equals open
+    # The sum over all experts cancels out.
+    weights = values[:, :experts_per_token].to(compute_dtype(logits.dtype)).softmax(-1)
+    return weights, experts[:, :experts_per_token].contiguous()
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -28,14 +32,43 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def mixture(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    shared_gate: Tensor,
+) -> Tensor:
+    """Σ_e weight_e · down_e(SwiGLU(gate_up_e(x))) over each token's experts, plus the shared expert's output times
+    sigmoid(x · shared_gate).
+
+    Args:
+        x: [tokens, hidden].
+        weights, experts: [tokens, experts_per_token], of `route`.
+        gate_up: [experts, 2 * width, hidden], the gate first.
+        down: [experts, hidden, width].
+        shared_gate_up: [2 * shared width, hidden], the gate first.
+        shared_down: [hidden, shared width].
+        shared_gate: [1, hidden].
+    Returns:
+        [tokens, hidden] in x's type.
+    """
+    routed = routed_experts(x, weights, experts, gate_up, down)
+    shared = F.linear(swiglu(F.linear(x, shared_gate_up)), shared_down)
+    return add_shared_expert(routed, shared, x, shared_gate)
+
+
+def routed_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Σ_e weight_e · down_e(SwiGLU(gate_up_e(x))) over each token's experts.
 
     Args:
         x: [tokens, hidden].
+        weights, experts: [tokens, experts_per_token], of `route`.
         gate_up: [experts, 2 * width, hidden], the gate first.
         down: [experts, hidden, width].
-        weights, experts: [tokens, experts_per_token], of `route`.
     Returns:
         [tokens, hidden] in x's type.
     """

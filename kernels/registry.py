@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed.kernels import attention, convolution, delta_rule, linear, moe, norms, rotary, sampling
+from tokenspeed.kernels import attention, convolution, delta_net, delta_rule, linear, moe, norms, rotary, sampling
 
 
 class Operators:
@@ -24,13 +24,11 @@ class Operators:
     attention_prefill = staticmethod(attention.attention_prefill)
     attention_decode = staticmethod(attention.attention_decode)
     causal_conv_prefill = staticmethod(convolution.causal_conv_prefill)
-    causal_conv_step = staticmethod(convolution.causal_conv_step)
     gated_delta_prefill = staticmethod(delta_rule.gated_delta_prefill)
-    gated_delta_step = staticmethod(delta_rule.gated_delta_step)
+    delta_net_step = staticmethod(delta_net.delta_net_step)
     route = staticmethod(moe.route)
     swiglu = staticmethod(moe.swiglu)
-    moe_experts = staticmethod(moe.moe_experts)
-    add_shared_expert = staticmethod(moe.add_shared_expert)
+    mixture = staticmethod(moe.mixture)
     adjust_logits = staticmethod(sampling.adjust_logits)
     sample = staticmethod(sampling.sample)
     token_logprobs = staticmethod(sampling.token_logprobs)

@@ -32,11 +32,20 @@ class Mixture:
         self.router = Linear(Dense(parameters["router"], ops))
         self.gate_up = parameters["gate_up"]
         self.down = parameters["down"]
-        self.shared = SwiGLU(ops, parameters.under("shared"))
+        self.shared_gate_up = parameters["shared.gate_up"]
+        self.shared_down = parameters["shared.down"]
         self.shared_gate = parameters["shared_gate"]
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] → [tokens, hidden]"""
         weights, experts = self.ops.route(self.router(x), self.experts_per_token)
-        routed = self.ops.moe_experts(x, self.gate_up, self.down, weights, experts)
-        return self.ops.add_shared_expert(routed, self.shared.forward(x), x, self.shared_gate)
+        return self.ops.mixture(
+            x,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            self.shared_gate_up,
+            self.shared_down,
+            self.shared_gate,
+        )
