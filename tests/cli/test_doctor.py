@@ -17,7 +17,7 @@ def test_it_tells_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     out = capsys.readouterr().out
     for word in ("tokenspeed  ", "python  ", "torch  ", "litestar  ", " cores, ", "memory free", "nothing wrong found"):
         assert word in out
-    assert "gated_delta_step" in out
+    assert "gated_delta_prefill" in out
 
 
 def test_the_other_distribution_of_that_name_is_reported(

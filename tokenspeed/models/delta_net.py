@@ -33,18 +33,15 @@ class DeltaNet:
 
     def forward(self, x: Tensor, batch: Batch, rows: StateRows) -> Tensor:
         """x: [tokens, hidden]. Returns [tokens, hidden]."""
-        qkv, z, b, a = torch.split(self.input(x), self.splits, dim=-1)
-        mixed = self._mix(qkv, a, b, batch, rows.conv[self.index], rows.matrix[self.index])
-        gated = self.ops.gated_rms_norm(mixed, z.reshape(-1, *self.value_shape), self.norm, self.eps)
-        return self.output(gated.flatten(1))
-
-    def _mix(self, qkv: Tensor, a: Tensor, b: Tensor, batch: Batch, windows: Tensor, matrices: Tensor) -> Tensor:
-        """[tokens, value_heads, value_dim]"""
-        ops, read, write = self.ops, batch.read_rows, batch.write_rows
+        ops, windows, matrices = self.ops, rows.conv[self.index], rows.matrix[self.index]
+        read, write = batch.read_rows, batch.write_rows
+        gates = (self.a_log, self.dt_bias)
+        projected = self.input(x)
         if batch.decode:
-            qkv = ops.causal_conv_step(qkv, self.conv, windows, read, write)
-            return ops.gated_delta_step(qkv, a, b, self.a_log, self.dt_bias, matrices, read, write)
+            weights = (self.conv, *gates, self.norm)
+            return self.output(ops.delta_net_step(projected, *weights, windows, matrices, read, write, self.eps))
+        qkv, z, b, a = torch.split(projected, self.splits, dim=-1)
         qkv = ops.causal_conv_prefill(qkv, self.conv, windows, batch.starts, read, write, batch.stores)
-        return ops.gated_delta_prefill(
-            qkv, a, b, self.a_log, self.dt_bias, matrices, batch.starts, read, write, batch.stores
-        )
+        mixed = ops.gated_delta_prefill(qkv, a, b, *gates, matrices, batch.starts, read, write, batch.stores)
+        gated = ops.gated_rms_norm(mixed, z.unflatten(-1, self.value_shape), self.norm, self.eps)
+        return self.output(gated.flatten(1))
