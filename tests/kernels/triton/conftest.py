@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -21,3 +22,17 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for an integer."""
+    from triton.runtime import interpreter  # after the environment is set
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
