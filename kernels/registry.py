@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from tokenspeed.kernels import attention, convolution, delta_net, delta_rule, linear, moe, norms, rotary, sampling
+from tokenspeed.kernels import attention, convolution, delta_net, delta_rule, linear, moe, norms, rotary, sampling, step
 
 
 class Operators:
     """The operators a model calls. A class attribute is the operator's documented function, which is also its reference
     implementation; `select` binds the chosen implementations to an instance."""
 
+    add_norm_linear = staticmethod(linear.add_norm_linear)
+    vocabulary_logits = staticmethod(linear.vocabulary_logits)
     linear = staticmethod(linear.linear)
     gemma_rms_norm = staticmethod(norms.gemma_rms_norm)
     add_rms_norm = staticmethod(norms.add_rms_norm)
@@ -29,9 +33,9 @@ class Operators:
     route = staticmethod(moe.route)
     swiglu = staticmethod(moe.swiglu)
     mixture = staticmethod(moe.mixture)
-    adjust_logits = staticmethod(sampling.adjust_logits)
-    sample = staticmethod(sampling.sample)
-    token_logprobs = staticmethod(sampling.token_logprobs)
+    choose = staticmethod(sampling.choose)
+    begin_step = staticmethod(step.begin_step)
+    end_step = staticmethod(step.end_step)
 
     def __init__(self, chosen: dict[str, Implementation]) -> None:
         self.chosen = {name: implementation.name for name, implementation in chosen.items()}
@@ -51,7 +55,20 @@ class Implementation:
 def implementations() -> dict[str, list[Implementation]]:
     """Every operator's implementations, the preferred one first; the reference serves everything and comes last."""
     names = [name for name, value in vars(Operators).items() if isinstance(value, staticmethod)]
-    return {name: [Implementation("reference", getattr(Operators, name), _always)] for name in names}
+    listed = {name: [Implementation("reference", getattr(Operators, name), _always)] for name in names}
+    if torch.cuda.is_available() and find_spec("triton") is not None:
+        # Imported only here: Triton belongs to torch's CUDA build.
+        from tokenspeed.kernels.triton.table import TABLE
+
+        for name, function in TABLE.items():
+            listed[name].insert(0, Implementation("triton", function, _on_a_gpu))
+    return listed
+
+
+def compilations() -> int:
+    """Kernels compiled in this process so far."""
+    launch = sys.modules.get("tokenspeed.kernels.triton.launch")
+    return launch.compiled if launch is not None else 0
 
 
 def select(device: torch.device, dtype: torch.dtype) -> Operators:
@@ -63,6 +80,10 @@ def select(device: torch.device, dtype: torch.dtype) -> Operators:
             for name, candidates in implementations().items()
         }
     )
+
+
+def _on_a_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)
 
 
 def _always(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """The two ends of a decode step: from what the device knows of each place to a batch, and from chosen tokens back.
 
-A place is an index into arrays that live as long as the engine; a step runs some of them. What is finished takes part in
-the step but leaves no trace: its K and V go to page 0 and its state to row 0, the sinks.
+A place is an index into arrays that live as long as the engine; a step runs some of them. What is finished takes part
+in the step but leaves no trace: its K and V go to page 0 and its state to row 0, the sinks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+NOT_LIVE = -2
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def end_step(
     lengths: Tensor,
     following: Tensor,
     live: Tensor,
-) -> None:
+) -> Tensor:
     """Writes what a step chose back to its places. What is not live stays as it is, and finished.
 
     Args:
@@ -102,9 +104,12 @@ def end_step(
         lengths: [n] int64, tokens that went through the model.
         following: [n] int64, the index in the ring of the state after them.
         live: [n] bool.
+    Returns:
+        [n] int64, what the host is told: the token, -1, or `NOT_LIVE`.
     """
     stopped = (stop_ids[places] == tokens[:, None]).any(-1)
     token[places] = torch.where(live, tokens.clamp(min=0), token[places])
     finished[places] = stopped | (tokens < 0) | (lengths + 1 >= limit[places]) | ~live
     length[places] = torch.where(live, lengths, length[places])
     at[places] = torch.where(live, following, at[places])
+    return torch.where(live, tokens, NOT_LIVE)

@@ -21,6 +21,18 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
+compiled = 0
+"""Kernels compiled in this process, or fetched from the disk's cache, so far."""
+
+
+def _count(**_: Any) -> None:
+    global compiled
+    compiled += 1
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count
+
+
 @triton.jit
 def dot(a, b, total):
     """total + a · b, float32 operands without tf32. The interpreter takes bfloat16 for integers, so it gets float32."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed.kernels.step import StepInputs
+from tokenspeed.kernels.step import NOT_LIVE, StepInputs
 from tokenspeed.kernels.triton.launch import chained, release_next, wait_for_previous
 
 TABLE_BLOCK = 1024
@@ -71,7 +71,8 @@ def end_step(
     lengths: Tensor,
     following: Tensor,
     live: Tensor,
-) -> None:
+) -> Tensor:
+    told = torch.empty_like(tokens)
     _end_kernel[(places.shape[0],)](
         token,
         length,
@@ -84,11 +85,14 @@ def end_step(
         lengths,
         following,
         live,
+        told,
+        DEAD=NOT_LIVE,
         STOPS=stop_ids.shape[1],
         BLOCK=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
         **chained(places.device),
     )
+    return told
 
 
 @triton.jit(do_not_specialize=["table_stride", "pages"])
@@ -159,6 +163,8 @@ def _end_kernel(
     lengths,
     following,
     live,
+    told,
+    DEAD: tl.constexpr,
     STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,8 +173,10 @@ def _end_kernel(
     wait_for_previous(PDL)
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(places + i)
-    if tl.load(live + i):
-        chosen = tl.load(tokens + i)
+    running = tl.load(live + i)
+    chosen = tl.load(tokens + i)
+    tl.store(told + i, tl.where(running, chosen, DEAD))
+    if running:
         now = tl.load(lengths + i)
         stop = tl.arange(0, BLOCK)
         stops = tl.load(stop_ids + place * STOPS + stop, mask=stop < STOPS, other=-1)

@@ -57,13 +57,13 @@ class Lab:
         self.logits: Tensor | None = None
         self._turns = 0
         ops = self.core.executor._channel.choices._ops
-        sample = ops.sample
+        choose = ops.choose
 
         def spy(logits: Tensor, *rest: Any) -> Any:
             self.logits = logits
-            return sample(logits, *rest)
+            return choose(logits, *rest)
 
-        ops.sample = spy  # type: ignore[method-assign]
+        ops.choose = spy  # type: ignore[method-assign]
 
     def submit(
         self,

@@ -49,7 +49,6 @@ class Fresh:
 
     @torch.inference_mode()
     def _compute(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        embedded = self._model.embedded.clone()
         size, count = self._geometry.page_size, len(ids)
         pages = PagePool(self._geometry, -(-count // size) + 1, torch.device("cpu"))
         rows = StateRows(self._geometry, 2, torch.device("cpu"))
@@ -62,14 +61,12 @@ class Fresh:
             kv_rows=positions + size,
             read_rows=torch.tensor([0]),
             write_rows=torch.tensor([1]),
-            live=torch.tensor([True]),
             decode=False,
             stores=None,
             longest_query=count,
             longest=count,
         )
         hidden = self._model.forward(torch.tensor(ids), batch, pages, rows)
-        self._model.embedded.copy_(embedded)
         layers = range(len(pages.k))
         return {
             "state": state_of(rows, 1),
@@ -222,11 +219,11 @@ class ReuseMachine(RuleBasedStateMachine):
         probe = self.submit(tenant, [token], name, None, prompt, set(), 1, None)
         seen = []
         choices = self.core.executor._channel.choices
-        sample = choices._ops.sample
-        choices._ops.sample = lambda logits, *rest: seen.append(logits) or sample(logits, *rest)  # type: ignore[func-returns-value]
+        choose = choices._ops.choose
+        choices._ops.choose = lambda logits, *rest: seen.append(logits) or choose(logits, *rest)  # type: ignore[func-returns-value]
         while probe in self.outputs:
             self.tick()
-        choices._ops.sample = sample
+        choices._ops.choose = choose
         assert_equal(seen[-1][-1], self.fresh.of(tuple(prompt))["logits"], "the next logits")
 
     # ------------------------------------------------------------------ what must hold

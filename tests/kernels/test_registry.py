@@ -9,9 +9,9 @@ from tokenspeed.kernels.registry import Implementation, Operators, implementatio
 def test_every_operator_is_served_on_a_cpu() -> None:
     ops = select(torch.device("cpu"), torch.float64)
     assert set(ops.chosen) == set(implementations())
-    assert {"linear", "gated_delta_prefill", "attention_decode", "mixture", "sample"} <= set(ops.chosen)
+    assert {"linear", "gated_delta_prefill", "attention_decode", "mixture", "choose"} <= set(ops.chosen)
     assert set(ops.chosen.values()) == {"reference"}
-    assert ops.sample is Operators.sample
+    assert ops.choose is Operators.choose
 
 
 def test_the_first_implementation_that_serves_is_chosen(monkeypatch) -> None:

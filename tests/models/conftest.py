@@ -87,11 +87,15 @@ class Bench:
                 line.pages.append(self.free_pages.pop())
             own = range(line.length, end)
             positions.extend(own)
-            kv_rows.extend(line.pages[p // self.page_size] * self.page_size + p % self.page_size for p in own)
+            pages = line.pages if work.live else [0] * len(line.pages)
+            kv_rows.extend(pages[p // self.page_size] * self.page_size + p % self.page_size for p in own)
             starts.append(starts[-1] + len(work.ids))
             table.append(line.pages)
         widest = max(len(pages) for pages in table) + 1
-        stores = [(index, count, row) for index, work in enumerate(works) for count, row in work.stores]
+        written = [work.line.row if work.write_row is None else work.write_row for work in works]
+        stores = [
+            (index, count, row if work.live else 0) for index, work in enumerate(works) for count, row in work.stores
+        ]
         decode = not stores and all(len(work.ids) == 1 for work in works)
         lengths = [work.line.length + len(work.ids) for work in works]
         return Batch(
@@ -101,8 +105,7 @@ class Bench:
             page_table=torch.tensor([pages + [0] * (widest - len(pages)) for pages in table]),
             kv_rows=torch.tensor(kv_rows),
             read_rows=torch.tensor([work.line.row if work.line.length else 0 for work in works]),
-            write_rows=torch.tensor([work.line.row if work.write_row is None else work.write_row for work in works]),
-            live=torch.tensor([work.live for work in works]),
+            write_rows=torch.tensor([row if work.live else 0 for row, work in zip(written, works, strict=True)]),
             decode=decode,
             stores=Stores(*(torch.tensor(column) for column in zip(*stores, strict=True))) if stores else None,
             longest_query=max(len(work.ids) for work in works),

@@ -7,6 +7,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from tokenspeed.sessions.host import SessionHost
 from tokenspeed.sessions.tokenizer import ChatTokenizer
 
 POCKET = Path(tokenspeed.pocket.__file__).parent
+bytes_of_tokens = cache(token_bytes)
 PAUSE = -1  # in a script: wait here until the turn is cancelled
 
 
@@ -133,7 +135,7 @@ class ScriptedEngine:
         output: list[int] = []
         unsent: list[int] = []
         reason = "context_length"
-        stopping, found = StopStrings(sampling.stop, token_bytes(POCKET)), None
+        stopping, found = StopStrings(sampling.stop, bytes_of_tokens(POCKET)), None
         for token in [*script, PAUSE]:
             if token == PAUSE:
                 if unsent:

@@ -47,7 +47,10 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV; auto is flo
 LoadFormatOption = Annotated[LoadFormat, typer.Option(help="dummy draws random weights from the config alone.")]
 Cache = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Memory for KV pages and state rows, such as 512MiB; 1GiB if left out."),
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for KV pages and state rows, such as 512MiB; if left out, 1GiB on a CPU, or what a GPU has free.",
+    ),
 ]
 MaxContext = Annotated[
     int | None, typer.Option(min=2, help="Tokens of prompt and output; the model's own if left out.")
@@ -75,7 +78,9 @@ def serve(
     max_context: MaxContext = None,
     max_sequences: MaxSequences = 8,
     max_queue: Annotated[int, typer.Option(min=1, help="Turns that wait beside them; the next is refused.")] = 256,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.")] = 512,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens computed in one step; by device if left out.")
+    ] = None,
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt whole, for comparison.")
     ] = False,

@@ -1,4 +1,4 @@
-"""How long the weights still take, on stderr."""
+"""How far the engine's start has come, on stderr."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class LoadingBar:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tensors"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
             disable=self._plain,
         )
+        self._model = model
         self._task = self._bar.add_task(f"loading {model}", total=None)
 
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` tensors are loaded."""
-        self._bar.update(self._task, completed=done, total=total)
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=f"{self._model}: {phase}", completed=done, total=total)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -23,8 +23,8 @@ from tokenspeed.server.access import ApiKeys
 from tokenspeed.server.serving import Listener, ServeError, Server
 from tokenspeed.sessions.host import SessionHost
 
-Progress = Callable[[int, int], None]
-"""Called with (tensors loaded, tensors in all)."""
+Progress = Callable[[str, int, int], None]
+"""Called with what is done at the moment, how much of it, and of how much."""
 
 
 @dataclass(frozen=True)

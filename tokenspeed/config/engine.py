@@ -18,12 +18,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         device: torch's name of it.
         dtype: of weights and KV; `auto` is float32 on a CPU, else bfloat16.
         load_format: `dummy` draws random weights from the config alone.
-        page_size: token rows in a KV page.
-        cache_bytes: memory for KV pages and state rows together; None is 1 GiB.
+        page_size: token rows in a KV page; None is 16 on a CPU, else 64.
+        cache_bytes: memory for KV pages and state rows together; None is 1 GiB on a CPU, else what the device has free
+            once the weights are there, less a reserve for what a step computes.
         pages, rows: explicit sizes (sinks included), instead of the division of `cache_bytes`.
         max_sequences: turns that run side by side.
-        prefill_chunk: prompt tokens computed in one step, over all turns.
-        depth: steps in flight before a step's result is read; None is 0 on a CPU (where a step runs at once), else 1.
+        prefill_chunk: prompt tokens computed in one step, over all turns; None is 512 on a CPU, else 8192, since a
+            chunk of more than about a hundred tokens reads all the weights whatever its length.
+        depth: steps in flight before a step's result is read; None is 0 on a CPU (where a step runs at once), else 1,
+            which is also the least there.
         max_context: bound on prompt + output; None is the model's own. It is lowered to what the pages hold.
         max_queue: turns waiting; one more is refused with `queue_full`.
         prefix_cache: reuse what is cached of a prompt; without it every turn computes its whole prompt.
@@ -40,12 +43,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     device: str = "cpu"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
-    page_size: int = 16
+    page_size: int | None = None
     cache_bytes: int | None = None
     pages: int | None = None
     rows: int | None = None
     max_sequences: int = 8
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     depth: int | None = None
     max_context: int | None = None
     max_queue: int = 256
@@ -56,3 +59,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     shared_prefixes: tuple[bytes, ...] = ()
     seed: int = 0
     threads: int = 0
+
+    def steps(self, device_type: str) -> StepSettings:
+        """What is None filled in for a kind of device (`torch.device.type`). Raises ValueError where that kind cannot
+        do as the settings say."""
+        cpu = device_type == "cpu"
+        depth = self.depth if self.depth is not None else 0 if cpu else 1
+        if depth < 1 and not cpu:
+            raise ValueError(f"depth is {depth}; on {device_type} it is at least 1")
+        return StepSettings(
+            page_size=self.page_size or (16 if cpu else 64),
+            prefill_chunk=self.prefill_chunk or (512 if cpu else 8192),
+            depth=depth,
+        )
+
+
+class StepSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`EngineConfig`'s fields of these names, for one kind of device."""
+
+    page_size: int
+    prefill_chunk: int
+    depth: int

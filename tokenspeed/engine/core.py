@@ -14,13 +14,16 @@ from tokenspeed.cache.pools import PagePool, StateRows
 from tokenspeed.cache.prefix_cache import SHARED
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.sampling import SamplingParams
-from tokenspeed.engine.memory import divide, torch_dtype, usable_device
+from tokenspeed.engine.memory import cache_bytes, divide, torch_dtype, usable_device
 from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate, Rejected
+from tokenspeed.engine.startup import Startup
 from tokenspeed.engine.vocabulary import token_bytes
 from tokenspeed.execution.channel import StepChannel
 from tokenspeed.execution.choices import Choices
 from tokenspeed.execution.executor import Executor, Step
-from tokenspeed.kernels.registry import select
+from tokenspeed.execution.graphs import buckets
+from tokenspeed.execution.selftest import check_operators
+from tokenspeed.kernels.registry import compilations, select
 from tokenspeed.models.loading import load_model
 from tokenspeed.models.qwen35 import cache_geometry
 from tokenspeed.models.repository import resolve
@@ -28,8 +31,10 @@ from tokenspeed.scheduler.limits import Limits
 from tokenspeed.scheduler.plan import LogEntry, Plan
 from tokenspeed.scheduler.scheduler import Scheduler
 
-Progress = Callable[[int, int], None]
-"""(tensors loaded, tensors in all)"""
+Progress = Callable[[str, int, int], None]
+"""What is done at the moment, how much of it, of how much."""
+
+LOADING, CHECKING, COMPILING, RECORDING = "loading tensors", "checking operators", "compiling", "recording decode steps"
 
 
 class EngineCore:
@@ -52,21 +57,23 @@ class EngineCore:
         if config.threads:
             torch.set_num_threads(config.threads)
         device = usable_device(config.device)
+        steps = config.steps(device.type)
+        startup = Startup(progress)
         path = resolve(config.model)
         dtype = torch_dtype(config.dtype, device)
         ops = select(device, dtype)
-        model = load_model(path, ops, dtype, device, config.load_format, config.seed, progress)
+        with startup.phase(LOADING) as done:
+            model = load_model(path, ops, dtype, device, config.load_format, config.seed, done)
         shape = model.config
-        geometry = cache_geometry(shape, config.page_size, dtype)
-        depth = config.depth if config.depth is not None else int(device.type == "cuda")
-        sizes = divide(config, geometry, shape.max_positions, depth)
+        geometry = cache_geometry(shape, steps.page_size, dtype)
+        sizes = divide(config, cache_bytes(config, device), geometry, shape.max_positions, steps.depth)
         self.limits = Limits(
-            page_size=config.page_size,
+            page_size=steps.page_size,
             pages=sizes.pages,
             rows=sizes.rows,
             max_sequences=config.max_sequences,
-            prefill_chunk=config.prefill_chunk,
-            depth=depth,
+            prefill_chunk=steps.prefill_chunk,
+            depth=steps.depth,
             max_context=sizes.max_context,
             max_queue=config.max_queue,
             vocab_size=shape.vocabulary,
@@ -78,10 +85,22 @@ class EngineCore:
         )
         self.scheduler = Scheduler(self.limits, token_bytes(path))
         pages, rows = PagePool(geometry, sizes.pages, device), StateRows(geometry, sizes.rows, device)
-        places, context = config.max_sequences, sizes.max_context
+        places, context = config.max_sequences + 1, sizes.max_context
         choices = Choices(ops, places, shape.vocabulary, context if config.forced_tokens else None, device)
-        channel = StepChannel.empty(places, depth + 1, -(-context // config.page_size), choices, device)
+        table = -(-context // steps.page_size)
+        channel = StepChannel.empty(places, steps.depth + 1, table, steps.page_size, choices, ops, device)
         self.executor = Executor(model, pages, rows, channel)
+        if device.type == "cuda":
+            with startup.phase(CHECKING):
+                check_operators(model, geometry)
+            with startup.phase(COMPILING) as done:
+                self.executor.warm_up(steps.prefill_chunk, sizes.max_context, done)
+            with startup.phase(RECORDING) as done:
+                sizes_recorded = buckets(config.max_sequences)
+                for number, size in enumerate(reversed(sizes_recorded)):
+                    done(number, len(sizes_recorded))
+                    self.executor.record(size)
+        self._compiled = compilations()
         self.info = EngineInfo(
             model=path.name,
             vocab_size=shape.vocabulary,
@@ -90,10 +109,11 @@ class EngineCore:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             operators=ops.chosen,
+            startup_s=startup.seconds,
         )
         self.on_tick = on_tick
         self._clock = clock
-        self._depth = depth
+        self._depth = steps.depth
         self._ticks = 0
         self._commands: list[EngineCommand] = []
         self._in_flight: deque[Step] = deque()
@@ -143,7 +163,7 @@ class EngineCore:
         return EngineStats(
             running=len(scheduler.running),
             queued=len(scheduler.queue),
-            embedded=int(self.executor.model.embedded),
+            embedded=int(self.executor.embedded),
             computed=scheduler.computed,
             reused=scheduler.reused,
             decoded=scheduler.decoded,
@@ -151,4 +171,5 @@ class EngineCore:
             pages_free=pages.free_soon,
             rows_total=rows.total,
             rows_free=rows.free_soon,
+            late_compilations=compilations() - self._compiled,
         )

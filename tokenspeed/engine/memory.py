@@ -10,7 +10,9 @@ from tokenspeed.cache.pools import CacheGeometry
 from tokenspeed.config.engine import Dtype, EngineConfig
 from tokenspeed.scheduler.limits import MAX_MARKS
 
-DEFAULT_CACHE_BYTES = 1 << 30
+CPU_CACHE_BYTES = 1 << 30
+STEP_BYTES = 6 << 30
+"""Left free on a GPU for what a step computes: a chunk's activations, the graphs' own memory, the allocator's waste."""
 ROW_SHARE = 0.25
 """Part of the cache's bytes for state rows: a turn of about a thousand tokens needs as much for its state as for KV."""
 
@@ -24,8 +26,18 @@ class Sizes:
     max_context: int
 
 
-def divide(config: EngineConfig, geometry: CacheGeometry, max_positions: int, depth: int) -> Sizes:
-    """Divide the cache's bytes into pages and rows.
+def cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for pages and rows, once the weights are on the device."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return max(0, free_bytes - STEP_BYTES)
+
+
+def divide(config: EngineConfig, total: int, geometry: CacheGeometry, max_positions: int, depth: int) -> Sizes:
+    """Divide the cache's `total` bytes into pages and rows.
 
     Raises:
         ValueError: where not even a short turn fits, or `max_context` exceeds the model's own.
@@ -33,7 +45,6 @@ def divide(config: EngineConfig, geometry: CacheGeometry, max_positions: int, de
     wanted = config.max_context or max_positions
     if wanted > max_positions:
         raise ValueError(f"max_context is {wanted}; the model's own is {max_positions}")
-    total = config.cache_bytes if config.cache_bytes is not None else DEFAULT_CACHE_BYTES
     least_rows = depth + 1 + MAX_MARKS + 1
     rows = config.rows or max(least_rows, int(total * ROW_SHARE) // geometry.row_bytes)
     pages = config.pages or (total - rows * geometry.row_bytes) // geometry.page_bytes

@@ -45,7 +45,8 @@ __all__ = [
 
 class EngineStats(msgspec.Struct, tag="stats"):
     """Totals since start and the memory's state, for metrics and tests. `embedded`: token rows that the model
-    embedded; it equals `computed + decoded`."""
+    embedded; it equals `computed + decoded`. `late_compilations`: kernels compiled after the engine was ready; not 0
+    means that a turn has waited for one."""
 
     running: int
     queued: int
@@ -57,6 +58,7 @@ class EngineStats(msgspec.Struct, tag="stats"):
     pages_free: int
     rows_total: int
     rows_free: int
+    late_compilations: int = 0
 
 
 class EngineInfo(msgspec.Struct, tag="info"):
@@ -69,3 +71,4 @@ class EngineInfo(msgspec.Struct, tag="info"):
     device: str
     dtype: str
     operators: dict[str, str]
+    startup_s: dict[str, float] = {}

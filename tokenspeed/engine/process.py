@@ -52,8 +52,8 @@ STABLE_S = 60.0
 
 GONE = "the engine's process has ended; it is started again, and the turn can be sent again then"
 
-Progress = Callable[[int, int], None]
-"""Called with (tensors loaded, tensors in all)."""
+Progress = Callable[[str, int, int], None]
+"""Called with what is done at the moment, how much of it, and of how much."""
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class WorkerProcess:
                 await self._unless(exited, frame)
                 for message in decode_from_worker(frame.result()):
                     if isinstance(message, Loading) and progress is not None:
-                        progress(message.done, message.total)
+                        progress(message.phase, message.done, message.total)
                     elif isinstance(message, Ready):
                         return message.info
                     elif isinstance(message, Fatal):

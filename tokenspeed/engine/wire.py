@@ -37,8 +37,9 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, tag="loading"):
-    """`done` of `total` tensors are loaded."""
+    """`done` of `total` steps of a phase of the start are done."""
 
+    phase: str
     done: int
     total: int
 

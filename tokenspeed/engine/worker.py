@@ -32,7 +32,7 @@ from tokenspeed.engine.wire import (
 IDLE_MS = 1000
 """How long an idle worker waits before it looks whether its parent still lives."""
 LOADING_STEPS = 100
-"""Loading is reported so many times at most."""
+"""A phase of the start is reported so many times at most."""
 
 
 class Worker:
@@ -48,13 +48,14 @@ class Worker:
                 return
         (start,) = decode_to_worker(self._socket.recv())
         assert isinstance(start, Start)
-        reported = -1
+        reported: tuple[str, int] | None = None
 
-        def progress(done: int, total: int) -> None:
+        def progress(phase: str, done: int, total: int) -> None:
             nonlocal reported
-            if done * LOADING_STEPS // total != reported:
-                reported = done * LOADING_STEPS // total
-                self._send([Loading(done, total)])
+            step = phase, done * LOADING_STEPS // total
+            if step != reported:
+                reported = step
+                self._send([Loading(phase, done, total)])
 
         try:
             core = EngineCore(start.config, progress=progress)

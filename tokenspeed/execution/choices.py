@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenspeed.execution.staging import Staging
 from tokenspeed.kernels.registry import Operators
+from tokenspeed.kernels.sampling import Chosen, SamplingOptions, pack_scalars
 from tokenspeed.scheduler.plan import Choice
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Chosen tokens [n]; where asked for, their log-probabilities [n] and the most likely ids and theirs [n, top]."""
-
-    tokens: Tensor
-    logprobs: tuple[Tensor, Tensor, Tensor] | None
 
 
 class Choices:
     """Sampling options by place.
 
-    Penalties and biases look at [places, vocabulary] arrays: the ids of the prompt, the counts in the output, and what
-    is added. A step that has no place with any of them leaves them alone.
+    Admissions put them on the device, and a step looks at them only there, so that one recorded step serves all. The
+    host knows what results to read, and which rows a former turn has left something in.
     """
 
     def __init__(
@@ -35,92 +27,66 @@ class Choices:
             positions: length of a full context, where turns may force their output; None where they may not.
         """
         self._ops = ops
-        self._device = device
-        self._temperature, self._top_p, self._min_p, self._repetition, self._presence, self._frequency = (
-            torch.zeros(places, dtype=torch.float32, device=device) for _ in range(6)
-        )
-        self._top_k, self._seed = (torch.zeros(places, dtype=torch.int64, device=device) for _ in range(2))
-        self._in_prompt = torch.zeros((places, vocabulary), dtype=torch.bool, device=device)
-        self._counts = torch.zeros((places, vocabulary), dtype=torch.int32, device=device)
-        self._bias = torch.zeros((places, vocabulary), dtype=torch.float32, device=device)
-        shape = (places, positions + 1) if positions is not None else None
-        self._forced = torch.full(shape, -1, dtype=torch.int32, device=device) if shape is not None else None
-        # On the host: what a step with these places needs.
-        self._adjusted: set[int] = set()
+        self._staged = Staging(device).tensor
+        self.options = SamplingOptions.empty(places, vocabulary, positions, device)
         self._reported: dict[int, int] = {}
+        self._forcing: set[int] = set()
 
     def admit(self, place: int, choice: Choice) -> None:
         """A new turn takes a place."""
-        self._temperature[place] = choice.temperature
-        self._top_k[place] = choice.top_k
-        self._top_p[place] = choice.top_p
-        self._min_p[place] = choice.min_p
-        self._seed[place] = choice.seed - 2**64 if choice.seed >= 2**63 else choice.seed
+        adjusted = choice.penalties is not None or bool(choice.bias)
+        repetition, presence, frequency = choice.penalties or (1.0, 0.0, 0.0)
+        scalars = pack_scalars(
+            temperature=choice.temperature,
+            top_p=choice.top_p,
+            min_p=choice.min_p,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            top_k=choice.top_k,
+            reported=-1 if choice.logprobs is None else choice.logprobs,
+            adjusted=adjusted,
+            seed=choice.seed,
+        )
+        self.options.scalars[place] = self._staged(scalars)
         self._reported.pop(place, None)
         if choice.logprobs is not None:
             self._reported[place] = choice.logprobs
-        self._adjusted.discard(place)
-        if choice.penalties is not None or choice.bias:
-            self._adjusted.add(place)
+        if adjusted:
             self._adjust(place, choice)
-        if self._forced is not None:
-            row, ids = self._forced[place], self._ids(choice.forced)
+        if self.options.forced is not None:
+            self._force(self.options.forced[place], place, choice)
+
+    def _adjust(self, place: int, choice: Choice) -> None:
+        in_prompt, counts, bias = (
+            array[place].zero_() for array in (self.options.in_prompt, self.options.counts, self.options.bias)
+        )
+        in_prompt.index_fill_(0, self._ids(choice.prompt).long(), True)
+        output = self._ids(choice.output).long()
+        counts.index_add_(0, output, torch.ones_like(output, dtype=counts.dtype))
+        if choice.bias:
+            values = dict(choice.bias)
+            ids = self._staged(list(values))
+            bias.index_copy_(0, ids, self._staged(list(values.values())))
+
+    def _force(self, row: Tensor, place: int, choice: Choice) -> None:
+        if place in self._forcing:
             row.fill_(-1)
+            self._forcing.discard(place)
+        if choice.forced:
+            self._forcing.add(place)
+            ids = self._ids(choice.forced)
             end = min(choice.forced_from + len(ids), len(row))
             row[choice.forced_from : end] = ids[: end - choice.forced_from]
 
-    def _adjust(self, place: int, choice: Choice) -> None:
-        repetition, presence, frequency = choice.penalties or (1.0, 0.0, 0.0)
-        self._repetition[place], self._presence[place], self._frequency[place] = repetition, presence, frequency
-        self._in_prompt[place] = False
-        self._in_prompt[place, self._ids(choice.prompt).long()] = True
-        output = self._ids(choice.output).long()
-        self._counts[place] = torch.bincount(output, minlength=self._counts.shape[1]).int()
-        self._bias[place] = 0
-        if choice.bias:
-            ids, values = zip(*choice.bias, strict=True)
-            self._bias[place, torch.tensor(ids, device=self._device)] = torch.tensor(values, device=self._device)
-
-    def draw(self, logits: Tensor, at: list[int], places: Tensor, positions: Tensor, live: Tensor) -> Drawn:
-        """Choose from `logits` [n, vocabulary] the tokens that sequences in `places` [n], the same as `at` on the host,
-        will have at `positions` [n]. Those not `live` [n] choose anything and leave no trace."""
-        adjusted = logits
-        if not self._adjusted.isdisjoint(at):
-            adjusted = self._ops.adjust_logits(
-                logits,
-                self._in_prompt[places],
-                self._counts[places],
-                self._neutral(self._repetition, at, places, 1.0),
-                self._neutral(self._presence, at, places, 0.0),
-                self._neutral(self._frequency, at, places, 0.0),
-                self._neutral(self._bias, at, places, 0.0),
-            )
-        tokens = self._ops.sample(
-            adjusted,
-            self._temperature[places],
-            self._top_k[places],
-            self._top_p[places],
-            self._min_p[places],
-            self._seed[places],
-            positions,
-        )
-        if self._forced is not None:
-            forced = self._forced[places, positions].long()
-            tokens = torch.where((forced >= 0) & (tokens >= 0), forced, tokens)
-        if not self._adjusted.isdisjoint(at):
-            counted = (live & (tokens >= 0)).int()
-            self._counts.index_put_((places, tokens.clamp(min=0)), counted, accumulate=True)
-        top = [self._reported[place] for place in at if place in self._reported]
-        return Drawn(tokens, self._ops.token_logprobs(logits, tokens, max(top)) if top else None)
+    def choose(self, logits: Tensor, places: Tensor, positions: Tensor, live: Tensor) -> Chosen:
+        """Choose from `logits` [n, vocabulary] the tokens that sequences in `places` [n] will have at `positions` [n].
+        Those not `live` [n] choose nothing and leave no trace."""
+        return self._ops.choose(logits, self.options, places, positions, live)
 
     def reported(self, place: int) -> int | None:
         """How many of the most likely ids the turn in `place` wants beside the chosen one's log-probability."""
         return self._reported.get(place)
 
-    def _neutral(self, values: Tensor, at: list[int], places: Tensor, off: float) -> Tensor:
-        """`values` of the places, `off` for those without penalties and bias, whose arrays are stale."""
-        on = torch.tensor([place in self._adjusted for place in at], device=self._device)
-        return torch.where(on.view(-1, *[1] * (values.dim() - 1)), values[places], off)
-
     def _ids(self, data: bytes) -> Tensor:
-        return torch.as_tensor(np.frombuffer(data, "<i4").copy(), device=self._device)
+        return self._staged(np.frombuffer(data, "<i4").copy())

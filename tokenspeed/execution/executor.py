@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,35 +11,45 @@ from torch import Tensor
 
 from tokenspeed.cache.pools import PagePool, StateRows
 from tokenspeed.execution.channel import StepChannel
-from tokenspeed.execution.choices import Drawn
+from tokenspeed.execution.graphs import DecodeGraphs
+from tokenspeed.execution.staging import Fetched, Staging
+from tokenspeed.kernels.sampling import Chosen
+from tokenspeed.kernels.step import NOT_LIVE
 from tokenspeed.models.batch import Batch, Stores
 from tokenspeed.models.qwen35 import Qwen35
 from tokenspeed.scheduler.plan import Plan, Prefill, Sampled
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What the tokens of one forward came to, on the device: `told` [n], of `end_step`, and all of `choose`."""
+
+    told: Tensor
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
 class Draw:
-    """Sampled tokens of one forward, still on the device; row i belongs to run `runs[i]`, which wants `top[i]` of the
-    most likely ids beside its log-probability (None: neither)."""
+    """Sampled tokens of one forward, on their way to the host; row i belongs to run `runs[i]`, which wants `top[i]` of
+    the most likely ids beside its log-probability (None: neither)."""
 
     runs: list[int]
     top: list[int | None]
-    drawn: Drawn
-    live: Tensor  # [n] bool
+    fetched: Fetched
     decoded: bool
 
     def result(self) -> list[Sampled]:
         """Waits for the device."""
-        tokens, live = self.drawn.tokens.tolist(), self.live.tolist()
+        told, *reported = (tensor.tolist() for tensor in self.fetched.wait())
         rows = [
-            Sampled(run, token, alive, self.decoded) for run, token, alive in zip(self.runs, tokens, live, strict=True)
+            Sampled(run, token, token != NOT_LIVE, self.decoded) for run, token in zip(self.runs, told, strict=False)
         ]
-        if self.drawn.logprobs is not None:
-            chosen, ids, logprobs = (values.tolist() for values in self.drawn.logprobs)
+        if reported:
+            logprobs, top_ids, top_logprobs = reported
             for index, (row, top) in enumerate(zip(rows, self.top, strict=True)):
                 if top is not None:
-                    row.logprob = chosen[index]
-                    row.top = list(zip(ids[index][:top], logprobs[index][:top], strict=True))
+                    row.logprob = logprobs[index]
+                    row.top = list(zip(top_ids[index][:top], top_logprobs[index][:top], strict=True))
         return rows
 
 
@@ -64,22 +75,75 @@ class Executor:
         self.pages = pages
         self.rows = rows
         self._size = pages.geometry.page_size
-        self._device = model.device
         self._channel = channel
+        self._staging = Staging(model.device)
+        self._graphs: DecodeGraphs[Outcome] | None = None
         # Upper bounds of the channel's lengths, to size launches without asking it.
         self._lengths = [0] * len(channel.length)
+
+    @property
+    def embedded(self) -> Tensor:
+        """[] int64, tokens of live sequences that went through the model."""
+        return self._channel.embedded
+
+    @torch.inference_mode()
+    def record(self, size: int) -> None:
+        """Make decode steps of up to `size` sequences replays of a CUDA graph, where a smaller one does not do."""
+        channel = self._channel
+        if self._graphs is None:
+            self._graphs = DecodeGraphs(self._staging, channel.idle_place, self.model.device)
+        pages = channel.table.shape[1]
+        self._graphs.record(size, lambda places: self._step(places, pages, pages * self._size))
+
+    @torch.inference_mode()
+    def warm_up(self, most: int, context: int, progress: Callable[[int, int], None]) -> None:
+        """Run prompts of all kinds of lengths, up to `most` tokens at once and at the end of a full context, into the
+        sinks, so that whatever is compiled or chosen at a first call is there."""
+        lengths = sorted({length for power in range(most.bit_length()) for length in (2**power, 2**power + 1)} | {most})
+        lengths = [length for length in lengths if length <= min(most, context)]
+        kinds = [([length], length) for length in lengths]
+        kinds += [([1, min(2, most), min(70, most)], min(most, context)), ([min(most, context)], context)]
+        for number, (counts, end) in enumerate(kinds):
+            progress(number, len(kinds))
+            self._warm(counts, end)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _warm(self, counts: list[int], end: int) -> None:
+        staged, size, n = self._staging.tensor, self._size, len(counts)
+        ends = [max(end, count) for count in counts]
+        positions = np.concatenate([np.arange(last - count, last) for count, last in zip(counts, ends, strict=True)])
+        places = torch.full((n,), self._channel.idle_place, dtype=torch.int64, device=self.model.device)
+        sinks = torch.zeros_like(places)
+        starts = staged(np.concatenate([[0], np.cumsum(counts)]))
+        batch = Batch(
+            positions=staged(positions),
+            starts=starts,
+            lengths=staged(ends),
+            page_table=sinks[:, None].expand(n, -(-max(ends) // size)).contiguous(),
+            kv_rows=staged(positions % size),
+            read_rows=sinks,
+            write_rows=sinks,
+            decode=False,
+            stores=Stores(sinks[:1], torch.ones_like(sinks[:1]), sinks[:1]) if n == 1 else None,
+            longest_query=max(counts),
+            longest=max(ends),
+            bounds=tuple(zip(counts, ends, strict=True)),
+        )
+        tokens = torch.zeros(sum(counts), dtype=torch.int64, device=self.model.device)
+        hidden = self.model.forward(tokens, batch, self.pages, self.rows)
+        self._choose(hidden[starts[1:] - 1], places, batch.lengths, sinks, sinks.bool())
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
         channel = self._channel
         if plan.copies:
-            sources, targets = torch.tensor(plan.copies, device=self._device).T
+            sources, targets = self._staging.tensor(plan.copies).T
             self.pages.copy(sources, targets)
-        for admit in plan.admits:
-            channel.admit(admit)
+        if plan.admits:
+            channel.admit(plan.admits)
         if plan.table:
-            places, indices, pages = torch.tensor(plan.table, device=self._device).T
-            channel.table[places, indices] = pages
+            channel.put_pages(plan.table)
         draws = []
         if plan.prefills:
             draw = self._prefill(plan.prefills)
@@ -90,83 +154,91 @@ class Executor:
         return Step(draws)
 
     def _prefill(self, chunks: list[Prefill]) -> Draw | None:
-        channel, size = self._channel, self._size
+        channel, size, staged = self._channel, self._size, self._staging.tensor
         ids = [np.frombuffer(chunk.tokens, "<i4").astype(np.int64) for chunk in chunks]
         counts = [len(run) for run in ids]
         positions = np.concatenate([np.arange(c.start, c.start + n) for c, n in zip(chunks, counts, strict=True)])
         owners = np.repeat([chunk.place for chunk in chunks], counts)
         there = positions < np.repeat([chunk.write_from for chunk in chunks], counts)
         ends = [chunk.start + n for chunk, n in zip(chunks, counts, strict=True)]
-        places = self._tensor([chunk.place for chunk in chunks])
-        at, owner = self._tensor(positions), self._tensor(owners)
+        places = staged([chunk.place for chunk in chunks])
+        at, owner = staged(positions), staged(owners)
         offset = at % size
-        kv_rows = torch.where(self._tensor(there), offset, channel.table[owner, at // size] * size + offset)
+        kv_rows = torch.where(staged(there), offset, channel.table[owner, at // size] * size + offset)
         stores = [(index, count, row) for index, chunk in enumerate(chunks) for count, row in chunk.stores]
-        starts = self._tensor(np.concatenate([[0], np.cumsum(counts)]))
+        starts, lengths = staged(np.concatenate([[0], np.cumsum(counts)])), staged(ends)
         batch = Batch(
             positions=at,
             starts=starts,
-            lengths=self._tensor(ends),
+            lengths=lengths,
             page_table=channel.table[places, : -(-max(ends) // size)],
             kv_rows=kv_rows,
-            read_rows=self._tensor([chunk.read_row for chunk in chunks]),
-            write_rows=self._tensor([chunk.write_row for chunk in chunks]),
-            live=torch.ones(len(chunks), dtype=torch.bool, device=self._device),
+            read_rows=staged([chunk.read_row for chunk in chunks]),
+            write_rows=staged([chunk.write_row for chunk in chunks]),
             decode=False,
-            stores=Stores(*self._tensor(stores).T) if stores else None,
+            stores=Stores(*staged(stores).T) if stores else None,
             longest_query=max(counts),
             longest=max(ends),
+            bounds=tuple(zip(counts, ends, strict=True)),
         )
-        hidden = self.model.forward(self._tensor(np.concatenate(ids)), batch, self.pages, self.rows)
+        hidden = self.model.forward(staged(np.concatenate(ids)), batch, self.pages, self.rows)
+        channel.embedded += sum(counts)
         for chunk, end in zip(chunks, ends, strict=True):
             self._lengths[chunk.place] = end
         last = [index for index, chunk in enumerate(chunks) if chunk.sample]
         if not last:
             return None
-        chosen = self._tensor(last)
-        of = [(chunks[index].place, chunks[index].run) for index in last]
-        ends_at, ring_start = starts[1:][chosen] - 1, torch.zeros_like(chosen)
-        return self._draw(of, hidden[ends_at], places[chosen], batch.lengths[chosen], ring_start, batch.live[chosen])
+        chosen = staged(last)
+        outcome = self._choose(
+            hidden[starts[1:][chosen] - 1],
+            places[chosen],
+            lengths[chosen],
+            torch.zeros_like(chosen),
+            torch.ones_like(chosen, dtype=torch.bool),
+        )
+        return self._fetch([(chunks[index].place, chunks[index].run) for index in last], outcome, decoded=False)
 
     def _decode(self, decodes: list[tuple[int, int]]) -> Draw:
-        channel, size = self._channel, self._size
-        places = self._tensor([place for place, _ in decodes])
-        positions, live = channel.length[places], ~channel.finished[places]
-        ring, at = channel.ring[places], channel.at[places]
-        following = (at + 1) % ring.shape[1]
-        offset = positions % size
-        pages = channel.table[places, positions // size]
-        for place, _ in decodes:
+        at = [place for place, _ in decodes]
+        for place in at:
             self._lengths[place] += 1
-        longest = max(self._lengths[place] for place, _ in decodes)
+        if self._graphs is not None:
+            outcome = self._graphs.run(at)
+        else:
+            longest = max(self._lengths[place] for place in at)
+            outcome = self._step(self._staging.tensor(at), -(-longest // self._size), longest)
+        return self._fetch(decodes, outcome, decoded=True)
+
+    def _step(self, places: Tensor, pages: int, longest: int) -> Outcome:
+        """One token for each of `places` [n], whose contexts are `longest` tokens on `pages` pages, or less."""
+        now = self._channel.begin(places, pages)
         batch = Batch(
-            positions=positions,
-            starts=torch.arange(len(decodes) + 1, device=self._device),
-            lengths=positions + 1,
-            page_table=channel.table[places, : -(-longest // size)],
-            kv_rows=torch.where(live, pages * size + offset, offset),
-            read_rows=ring.gather(1, at[:, None])[:, 0],
-            write_rows=torch.where(live, ring.gather(1, following[:, None])[:, 0], 0),
-            live=live,
+            positions=now.positions,
+            starts=torch.arange(len(places) + 1, device=places.device),
+            lengths=now.lengths,
+            page_table=now.page_table,
+            kv_rows=now.kv_rows,
+            read_rows=now.read_rows,
+            write_rows=now.write_rows,
             decode=True,
             stores=None,
             longest_query=1,
             longest=longest,
         )
-        hidden = self.model.forward(channel.token[places], batch, self.pages, self.rows)
-        draw = self._draw(decodes, hidden, places, positions + 1, following, live)
-        return replace(draw, decoded=True)
+        hidden = self.model.forward(now.tokens, batch, self.pages, self.rows)
+        return self._choose(hidden, places, now.lengths, now.following, now.live)
 
-    def _draw(
-        self, of: list[tuple[int, int]], hidden: Tensor, places: Tensor, lengths: Tensor, at: Tensor, live: Tensor
-    ) -> Draw:
-        """Choose tokens after `hidden` [n, hidden], the outputs at the last of `lengths` tokens of the (place, run)s
-        `of`, and put them into the channel."""
-        choices = self._channel.choices
-        drawn = choices.draw(self.model.logits(hidden), [place for place, _ in of], places, lengths, live)
-        self._channel.advance(places, drawn.tokens, lengths, at, live)
-        top = [choices.reported(place) for place, _ in of]
-        return Draw([run for _, run in of], top, drawn, live, decoded=False)
+    def _choose(self, hidden: Tensor, places: Tensor, lengths: Tensor, at: Tensor, live: Tensor) -> Outcome:
+        """Choose tokens after `hidden` [n, hidden], the outputs at the last of `lengths` tokens of the sequences in
+        `places`, whose state stands `at` an index of their ring, and put them into the channel."""
+        channel = self._channel
+        chosen = channel.choices.choose(self.model.logits(hidden), places, lengths, live)
+        return Outcome(channel.end(places, chosen.tokens, lengths, at, live), chosen)
 
-    def _tensor(self, values: list[int] | list[tuple[int, int, int]] | np.ndarray) -> Tensor:
-        return torch.as_tensor(values, device=self._device)
+    def _fetch(self, of: list[tuple[int, int]], outcome: Outcome, decoded: bool) -> Draw:
+        """Start towards the host what the (place, run)s `of`, the first rows of `outcome`, want to know."""
+        top = [self._channel.choices.reported(place) for place, _ in of]
+        wanted, chosen = [outcome.told], outcome.chosen
+        if any(count is not None for count in top):
+            wanted += [chosen.logprobs, chosen.top_ids, chosen.top_logprobs]
+        return Draw([run for _, run in of], top, self._staging.fetch(*wanted), decoded)

@@ -26,12 +26,13 @@ class GatedAttention:
         self.q_norm = parameters["q_norm"]
         self.k_norm = parameters["k_norm"]
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, pages: PagePool) -> Tensor:
-        """x: [tokens, hidden]; rotary: cosine and sine of `rotary_table`. Returns [tokens, hidden]."""
+    def forward(self, projected: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, pages: PagePool) -> Tensor:
+        """projected: [tokens, queries, gates, keys and values], of `input`; rotary: cosine and sine of `rotary_table`.
+        Returns [tokens, hidden]."""
         ops = self.ops
         k_pages, v_pages = pages.k[self.index], pages.v[self.index]
         q, gate = ops.qk_norm_rope_write(
-            self.input(x),
+            projected,
             self.q_norm,
             self.k_norm,
             *rotary,

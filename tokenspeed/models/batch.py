@@ -32,12 +32,13 @@ class Batch:
         read_rows: [sequences] int64, the state to continue from; 0 means no history (a zero state, whatever row 0
             holds).
         write_rows: [sequences] int64, where the state after the last token goes; 0 discards it. A row may be read and
-            written by the same sequence, and read by several, but is written by at most one.
-        live: [sequences] bool; False for finished or padding sequences, whose writes go to the sinks and whose rows
-            the token counter leaves out.
+            written by the same sequence, and read by several, but is written by at most one. (On a GPU, no row but 0
+            is both read and written by a decode step.)
         decode: every query length is 1, and `stores` is None.
         stores: None or the states to keep from inside the forward.
         longest_query: max query length, on the host. longest: max of `lengths`' upper bound, on the host.
+        bounds: (query length, length after) of every sequence, on the host; None in a decode step, where only the
+            device knows.
     """
 
     positions: Tensor
@@ -47,8 +48,8 @@ class Batch:
     kv_rows: Tensor
     read_rows: Tensor
     write_rows: Tensor
-    live: Tensor
     decode: bool
     stores: Stores | None
     longest_query: int
     longest: int
+    bounds: tuple[tuple[int, int], ...] | None = None

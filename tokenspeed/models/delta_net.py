@@ -31,12 +31,11 @@ class DeltaNet:
         self.dt_bias = parameters["dt_bias"]
         self.norm = parameters["norm"]
 
-    def forward(self, x: Tensor, batch: Batch, rows: StateRows) -> Tensor:
-        """x: [tokens, hidden]. Returns [tokens, hidden]."""
+    def forward(self, projected: Tensor, batch: Batch, rows: StateRows) -> Tensor:
+        """projected: [tokens, qkv, z, b and a], of `input`. Returns [tokens, hidden]."""
         ops, windows, matrices = self.ops, rows.conv[self.index], rows.matrix[self.index]
         read, write = batch.read_rows, batch.write_rows
         gates = (self.a_log, self.dt_bias)
-        projected = self.input(x)
         if batch.decode:
             weights = (self.conv, *gates, self.norm)
             return self.output(ops.delta_net_step(projected, *weights, windows, matrices, read, write, self.eps))

@@ -15,12 +15,12 @@ class SwiGLU:
 
     def __init__(self, ops: Operators, parameters: Parameters) -> None:
         self.ops = ops
-        self.gate_up = Linear(Dense(parameters["gate_up"], ops))
+        self.input = Linear(Dense(parameters["gate_up"], ops))
         self.down = Linear(Dense(parameters["down"], ops))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]"""
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+    def forward(self, projected: Tensor, x: Tensor) -> Tensor:
+        """projected: [tokens, 2 * width], of `input` for x [tokens, hidden]. Returns [tokens, hidden]."""
+        return self.down(self.ops.swiglu(projected))
 
 
 class Mixture:
@@ -29,16 +29,16 @@ class Mixture:
     def __init__(self, config: ModelConfig, ops: Operators, parameters: Parameters) -> None:
         self.ops = ops
         self.experts_per_token = config.experts_per_token
-        self.router = Linear(Dense(parameters["router"], ops))
+        self.input = Linear(Dense(parameters["router"], ops))
         self.gate_up = parameters["gate_up"]
         self.down = parameters["down"]
         self.shared_gate_up = parameters["shared.gate_up"]
         self.shared_down = parameters["shared.down"]
         self.shared_gate = parameters["shared_gate"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] → [tokens, hidden]"""
-        weights, experts = self.ops.route(self.router(x), self.experts_per_token)
+    def forward(self, projected: Tensor, x: Tensor) -> Tensor:
+        """projected: [tokens, experts], of `input`, the router, for x [tokens, hidden]. Returns [tokens, hidden]."""
+        weights, experts = self.ops.route(projected, self.experts_per_token)
         return self.ops.mixture(
             x,
             weights,

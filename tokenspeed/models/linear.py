@@ -15,6 +15,9 @@ class WeightFormat(Protocol):
     def apply(self, x: Tensor) -> Tensor:
         """x [tokens, in] · weightᵀ, [tokens, out] in x's type."""
 
+    def apply_after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """As `tokenspeed.kernels.linear.add_norm_linear`."""
+
 
 class Dense:
     """A weight [out, in] in the model's own element type."""
@@ -26,6 +29,9 @@ class Dense:
     def apply(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight)
 
+    def apply_after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.add_norm_linear(x, residual, norm, eps, self.weight)
+
 
 class Linear:
     """x [tokens, in] → [tokens, out], without bias, whatever the weight's format."""
@@ -35,3 +41,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.apply(x)
+
+    def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds x to the running residual, both [tokens, in], and norms the sum; the layer's output for that, [tokens,
+        out], the normed sum and the sum."""
+        return self.weight.apply_after_norm(x, residual, norm, eps)

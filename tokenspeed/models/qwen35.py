@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +13,6 @@ from tokenspeed.models.attention import GatedAttention
 from tokenspeed.models.batch import Batch
 from tokenspeed.models.delta_net import DeltaNet
 from tokenspeed.models.feed_forward import Mixture, SwiGLU
-from tokenspeed.models.linear import Dense, Linear
 from tokenspeed.models.qwen35_weights import weight_table
 from tokenspeed.models.weights import Parameters, Shard, allocate
 
@@ -68,16 +65,17 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """`output` is the previous layer's, not yet added to `residual`; None in the first layer. Returns this layer's
         and the residual it is to be added to. All are [tokens, hidden]."""
+        mixer, feed_forward = self.mixer, self.feed_forward
         if output is None:
-            x = self.ops.gemma_rms_norm(residual, self.mixer_norm, self.eps)
+            projected = mixer.input(self.ops.gemma_rms_norm(residual, self.mixer_norm, self.eps))
         else:
-            x, residual = self.ops.add_rms_norm(output, residual, self.mixer_norm, self.eps)
-        if isinstance(self.mixer, DeltaNet):
-            output = self.mixer.forward(x, batch, rows)
+            projected, _, residual = mixer.input.after_norm(output, residual, self.mixer_norm, self.eps)
+        if isinstance(mixer, DeltaNet):
+            output = mixer.forward(projected, batch, rows)
         else:
-            output = self.mixer.forward(x, rotary, batch, pages)
-        x, residual = self.ops.add_rms_norm(output, residual, self.feed_forward_norm, self.eps)
-        return self.feed_forward.forward(x), residual
+            output = mixer.forward(projected, rotary, batch, pages)
+        projected, normed, residual = feed_forward.input.after_norm(output, residual, self.feed_forward_norm, self.eps)
+        return feed_forward.forward(projected, normed), residual
 
 
 class Qwen35:
@@ -86,7 +84,6 @@ class Qwen35:
     Attributes:
         table: its weight table.
         parameters: {name: tensor} of every parameter in the table.
-        embedded: [] int64 on the device, token rows of live sequences embedded so far.
     """
 
     def __init__(self, config: ModelConfig, ops: Operators, dtype: torch.dtype, device: torch.device) -> None:
@@ -102,8 +99,7 @@ class Qwen35:
             Layer(config, ops, parameters.under(f"layers.{layer}"), layer) for layer in range(len(config.layer_types))
         ]
         self.norm = parameters["norm"]
-        self.output = Linear(Dense(parameters["embedding" if config.tied else "output"], ops))
-        self.embedded = torch.zeros((), dtype=torch.int64, device=device)
+        self.output = parameters["embedding" if config.tied else "output"]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: Batch, pages: PagePool, rows: StateRows) -> Tensor:
@@ -112,9 +108,8 @@ class Qwen35:
         Args:
             tokens: [tokens] int64.
         Returns:
-            [tokens, hidden], after the final norm. Rows of sequences that are not live hold anything.
+            [tokens, hidden], after the final norm.
         """
-        batch = self._sink_dead(batch)
         residual = F.embedding(tokens, self.embedding)
         rotary = self.ops.rotary_table(batch.positions, self.config.rope_theta, self.config.rotary_dim, self.dtype)
         output: Tensor | None = None
@@ -131,19 +126,4 @@ class Qwen35:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden], of `forward`. Returns [n, vocabulary] in promote(float32, the model's type)."""
-        return self.output(hidden).to(torch.promote_types(torch.float32, self.dtype))
-
-    def _sink_dead(self, batch: Batch) -> Batch:
-        """The batch with every write of a sequence that is not live sent to a sink; counts the live ones' tokens."""
-        live, lengths = batch.live, batch.starts[1:] - batch.starts[:-1]
-        self.embedded += (lengths * live).sum()
-        owners = live if batch.decode else live.repeat_interleave(lengths, output_size=batch.positions.shape[0])
-        stores = batch.stores
-        if stores is not None:
-            stores = replace(stores, rows=stores.rows * live[stores.sequences])
-        return replace(
-            batch,
-            kv_rows=batch.kv_rows * owners,
-            write_rows=batch.write_rows * live,
-            stores=stores,
-        )
+        return self.ops.vocabulary_logits(hidden, self.output)

@@ -34,10 +34,10 @@ def begin(module, state: dict[str, Tensor], places: Tensor) -> reference.StepInp
     return module.begin_step(*(state[name] for name in names), places, PAGE, PAGES)
 
 
-def end(module, state: dict[str, Tensor], places: Tensor, inputs: reference.StepInputs, tokens: Tensor) -> None:
+def end(module, state: dict[str, Tensor], places: Tensor, inputs: reference.StepInputs, tokens: Tensor) -> Tensor:
     names = ("token", "length", "at", "finished", "limit", "stop_ids")
     values = (state[name] for name in names)
-    module.end_step(*values, places, tokens, inputs.lengths, inputs.following, inputs.live)
+    return module.end_step(*values, places, tokens, inputs.lengths, inputs.following, inputs.live)
 
 
 @pytest.mark.parametrize("order", [[0], [3, 1, 0, 2], [2, 4, 3, 4, 4]])
@@ -52,8 +52,9 @@ def test_a_step(order: list[int], state: dict[str, Tensor], device: torch.device
             used = torch.arange(PAGES, device=device) * PAGE < expected.lengths[:, None]
             one, other = one * used, other * used
         assert torch.equal(one, other), field.name
-    end(kernels, ours, places, got, tokens)
-    end(reference, theirs, places, expected, tokens)
+    told = end(kernels, ours, places, got, tokens)
+    assert torch.equal(told, end(reference, theirs, places, expected, tokens))
+    assert told.tolist() == [-2 if place == 4 else token for place, token in zip(order, tokens.tolist(), strict=True)]
     for name in state:
         assert torch.equal(ours[name], theirs[name]), name
     assert ours["embedded"] == 3 + sum(place != 4 for place in order)
