@@ -19,6 +19,7 @@ from tokenspeed.client.protocol.commands import (
     TurnCreate,
 )
 from tokenspeed.client.protocol.events import Reply, SessionRecord
+from tokenspeed.client.protocol.given import GivenItem
 from tokenspeed.client.protocol.items import FunctionCallOutputItem, FunctionTool, InputItem, MessageItem
 from tokenspeed.client.tools import Tool, Toolset
 from tokenspeed.client.turns import Turn
@@ -86,6 +87,7 @@ def _item(value: object) -> InputItem:
     # A message may be given as Chat Completions has it, without its type.
     typed = value if "type" in value or "role" not in value else {"type": "message", **value}
     try:
+        msgspec.convert(typed, GivenItem)  # raises for a field that items do not have, too
         return msgspec.convert(typed, InputItem)  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         raise TypeError(f"an input item: {error}") from None

@@ -22,11 +22,11 @@ from tokenspeed.client.protocol.commands import (
     SessionUpdate,
     SessionUsage,
     TurnCancel,
-    TurnCreate,
     TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply, SessionRecord, SessionTotals, TokenLogprob, TurnRecord
+from tokenspeed.client.protocol.given import GivenTurn
 
 
 class SessionsAnswer(Struct, omit_defaults=True):
@@ -150,7 +150,7 @@ OPERATIONS = (
     Operation(
         "POST",
         f"{_SESSION}/turns",
-        TurnCreate,
+        GivenTurn,
         "Take a turn",
         TurnAnswer,
         body=True,
@@ -190,7 +190,7 @@ OPERATIONS = (
     Operation(
         "POST",
         "/v1/turns",
-        TurnCreate,
+        GivenTurn,
         "Take turns after another one, each in a new session",
         BranchesAnswer,
         body=True,

@@ -109,8 +109,9 @@ def checked_input(given: str | list[InputItem], head: Turn | None) -> list[Input
 
     Where the head ended in `tool_calls`, each of its calls wants one result in this input, beside which messages may
     stand; a user's message alone is refused, for the model would never learn what became of its calls. Calls of a
-    turn that ended otherwise (cut, cancelled, unreadable) may be answered, but need not be. After a warm-up the input
-    may be empty: its own input is answered.
+    turn that ended otherwise (cut, cancelled, unreadable) need not be answered; but the model tells results apart by
+    their order, so a result wants those of all calls before its own. After a warm-up the input may be empty: its own
+    input is answered.
 
     Raises:
         SessionError: `bad_request`, `unknown_call_id`, `missing_tool_result`.
@@ -122,7 +123,7 @@ def checked_input(given: str | list[InputItem], head: Turn | None) -> list[Input
     if not any(isinstance(item, FunctionCallOutputItem) or item.text for item in items):
         raise SessionError("bad_request", "the input is empty; a turn needs a message or a tool result")
     calls = [call.call_id for call in head.calls()] if head else []
-    unanswered = list(calls)
+    unanswered, answered = list(calls), 0
     for item in items:
         if not isinstance(item, FunctionCallOutputItem):
             continue
@@ -130,7 +131,10 @@ def checked_input(given: str | list[InputItem], head: Turn | None) -> list[Input
             state = "has its result already" if item.call_id in calls else "is not one of the last turn's calls"
             raise SessionError("unknown_call_id", f"{item.call_id} {state}", detail={"open_calls": unanswered})
         unanswered.remove(item.call_id)
-    if unanswered and head is not None and head.reason == "tool_calls":
-        message = f"the last turn's calls wait for results: {', '.join(unanswered)}"
+        answered = max(answered, calls.index(item.call_id) + 1)
+    all_of_them = head is not None and head.reason == "tool_calls"
+    waiting = [call for call in (calls if all_of_them else calls[:answered]) if call in unanswered]
+    if waiting:
+        message = f"the last turn's calls wait for results: {', '.join(waiting)}"
         raise SessionError("missing_tool_result", message, detail={"open_calls": unanswered})
     return items

@@ -108,7 +108,8 @@ class Transcript:
     def _next_input(self, head: Turn, items: list[InputItem], keep_reasoning: bool) -> Ids:
         if not items:
             return array("i")
-        return self._encode(self._format.next_input(_messages(items), keep_reasoning, after_input=head.warmed))
+        messages = _messages(_results_first(head, items))
+        return self._encode(self._format.next_input(messages, keep_reasoning, after_input=head.warmed))
 
     def _after(
         self,
@@ -196,6 +197,15 @@ def _templated(tool: FunctionTool) -> dict[str, Any]:
     strict = {} if tool.strict is None else {"strict": tool.strict}
     function = {"name": tool.name, **described, "parameters": tool.parameters, **strict}
     return {"type": "function", "function": function}
+
+
+def _results_first(head: Turn, items: list[InputItem]) -> list[InputItem]:
+    """The results in the order of the calls, then the messages: chat formats tell results apart by their order alone,
+    and know them right behind the calls only."""
+    places = {call.call_id: place for place, call in enumerate(head.calls())}
+    results = [item for item in items if isinstance(item, FunctionCallOutputItem)]
+    messages = [item for item in items if isinstance(item, MessageItem)]
+    return [*sorted(results, key=lambda result: places[result.call_id]), *messages]
 
 
 def _messages(items: list[InputItem]) -> list[Message]:

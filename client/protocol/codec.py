@@ -9,6 +9,7 @@ import msgspec
 
 from tokenspeed.client.protocol.commands import Command
 from tokenspeed.client.protocol.events import ServerMessage
+from tokenspeed.client.protocol.given import GIVEN_COMMAND
 
 SESSIONS_PATH = "/v1/sessions/ws"
 
@@ -50,7 +51,7 @@ class Codec:
         self.binary = binary
         self._encode = encode
         self._is_array = is_array
-        self._command = decoder(Command)
+        self._command = decoder(GIVEN_COMMAND)
         self._messages = decoder(ServerMessage | list[ServerMessage])
         self._message = decoder(ServerMessage)
         self._raws = decoder(list[msgspec.Raw])

@@ -31,7 +31,18 @@ def test_input_in_every_form_becomes_items() -> None:
     assert input_of({"role": "user", "content": "a"}) == [MessageItem("user", "a")]
 
 
-@pytest.mark.parametrize("bad", [3, [3], {"type": "image"}, {"role": "robot", "content": "x"}, [None]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        3,
+        [3],
+        {"type": "image"},
+        {"role": "robot", "content": "x"},
+        [None],
+        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]},
+    ],
+)
 def test_input_of_no_known_form_is_refused(bad: object) -> None:
     with pytest.raises(TypeError):
         input_of(bad)

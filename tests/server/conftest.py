@@ -95,10 +95,11 @@ class ScriptedHost:
 
     async def request(self, tenant: str, command: Command, channel: str) -> Reply:
         self.commands.append(command)
-        if type(command) in self.delays:
-            await asyncio.sleep(self.delays[type(command)])
-        if type(command) in self.failures:
-            raise self.failures[type(command)]
+        kind = TurnCreate if isinstance(command, TurnCreate) else type(command)  # what is given is a strict kind of it
+        if kind in self.delays:
+            await asyncio.sleep(self.delays[kind])
+        if kind in self.failures:
+            raise self.failures[kind]
         if isinstance(command, SessionOpen):
             return Reply(command.id, session=self._open(tenant, command).record)
         if isinstance(command, SessionList):

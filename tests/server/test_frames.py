@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.client.protocol.codec import JSON, MSGPACK, Codec
-from tokenspeed.client.protocol.commands import Command, SessionGet, TurnCreate
+from tokenspeed.client.protocol.commands import Command, SessionGet
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import ErrorEvent
+from tokenspeed.client.protocol.given import GivenTurn
 from tokenspeed.server.bounds import check_json, check_msgpack, exceeds_depth
 from tokenspeed.server.frames import read_frame
 
@@ -169,7 +170,7 @@ def test_a_frame_is_one_command_or_several(codec: Codec) -> None:
     get = {"type": "session.get", "id": "c1", "session": "s", "of_a_later_version": [1]}
     assert read(codec, get) == [SessionGet("c1", "s")]
     both = read(codec, [get, {"type": "turn.create", "id": "c2", "session": "s", "input": "hi"}])
-    assert both == [SessionGet("c1", "s"), TurnCreate("c2", "s", "hi")]
+    assert both == [SessionGet("c1", "s"), GivenTurn("c2", "s", "hi")]
     assert read(codec, []) == []
 
 
