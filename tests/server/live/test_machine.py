@@ -4,7 +4,7 @@ that drop and come back. What is checked after every step are the laws that a cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -36,16 +36,23 @@ class Line:
 
     Attributes:
         path: the turns up to the head.
-        updated: whether instructions have changed since the head's prompt.
+        instructions: of the turns to come.
+        under: the instructions that each turn was taken under; all lines share it.
     """
 
     id: str
-    path: list[Turn] = field(default_factory=list)
-    updated: bool = False
+    path: list[Turn]
+    instructions: str
+    under: dict[str, str]
 
     @property
     def head(self) -> Turn | None:
         return self.path[-1] if self.path else None
+
+    @property
+    def updated(self) -> bool:
+        """Whether the next prompt begins otherwise than the head's."""
+        return self.head is not None and self.under[self.head.id] != self.instructions
 
 
 def ids(turn: Turn | None) -> list[int]:
@@ -64,11 +71,17 @@ class TwoClients(RuleBasedStateMachine):
     lines = Bundle("lines")
     which = st.integers(0, 1)
 
-    @initialize()
-    def connect(self) -> None:
+    @initialize(target=lines, instructions=INSTRUCTIONS)
+    def connect(self, instructions: str) -> Line:
+        """There is a past from the beginning, for most of what follows is about one."""
         encodings: Any = ("msgpack", "json")
         self.clients = [Client(self.url, encoding=encoding) for encoding in encodings]
         self.open: list[Line] = []
+        self.under: dict[str, str] = {}
+        line = self.open_session(which=0, instructions=instructions)
+        for text in ("My name is Ines.", "x"):
+            self.turn(which=0, line=line, text=text, limit=1, streamed=False)
+        return line
 
     def teardown(self) -> None:
         for line in getattr(self, "open", []):
@@ -79,8 +92,8 @@ class TwoClients(RuleBasedStateMachine):
     def session(self, which: int, line: Line) -> Session:
         return self.clients[which].session(id=line.id)
 
-    def add(self, session: Session, path: list[Turn]) -> Line:
-        line = Line(session.id, list(path))
+    def add(self, session: Session, path: list[Turn], instructions: str) -> Line:
+        line = Line(session.id, list(path), instructions, self.under)
         self.open.append(line)
         return line
 
@@ -100,11 +113,12 @@ class TwoClients(RuleBasedStateMachine):
         if key not in self.checked:
             assert type(self).recompute(turn.prompt_token_ids, len(expected)) == expected
             self.checked.add(key)
-        line.updated = False
+        self.under[turn.id] = line.instructions
 
     @rule(target=lines, which=which, instructions=INSTRUCTIONS)
     def open_session(self, which: int, instructions: str) -> Line:
-        return self.add(self.clients[which].session(instructions=instructions, temperature=0, max_tokens=6), [])
+        session = self.clients[which].session(instructions=instructions, temperature=0, max_tokens=6)
+        return self.add(session, [], instructions)
 
     @rule(which=which, line=lines, text=TEXTS, limit=LIMITS, streamed=st.booleans())
     def turn(self, which: int, line: Line, text: str, limit: int, streamed: bool) -> None:
@@ -154,19 +168,19 @@ class TwoClients(RuleBasedStateMachine):
 
     @rule(target=lines, which=which, line=lines, back=st.integers(0, 3))
     def fork(self, which: int, line: Line, back: int) -> Any:
-        if not line.path or line.updated:
+        if not line.path:
             return multiple()
         path = line.path[: max(1, len(line.path) - back)]
-        return self.add(self.session(which, line).fork(at=path[-1]), path)
+        return self.add(self.session(which, line).fork(at=path[-1]), path, line.instructions)
 
     @rule(target=lines, which=which, line=lines, text=TEXTS, n=st.integers(1, 2))
     def turns_after(self, which: int, line: Line, text: str, n: int) -> Any:
-        if line.head is None or line.updated:
+        if line.head is None:
             return multiple()
         branches = self.clients[which].turn(line.head, text, n=n, token_ids=True, max_tokens=3)
         made = []
         for branch in branches:
-            other = self.add(branch.session, line.path)
+            other = self.add(branch.session, line.path, self.under[line.head.id])
             self.took(other, branch.turn, line.head)
             other.path.append(branch.turn)
             made.append(other)
@@ -175,8 +189,6 @@ class TwoClients(RuleBasedStateMachine):
 
     @rule(which=which, line=lines, back=st.integers(0, 3))
     def rewind(self, which: int, line: Line, back: int) -> None:
-        if line.updated:
-            return
         path = line.path[: max(0, len(line.path) - back)]
         self.session(which, line).rewind(path[-1] if path else "start")
         line.path = path
@@ -195,10 +207,11 @@ class TwoClients(RuleBasedStateMachine):
     @rule(which=which, line=lines, instructions=INSTRUCTIONS)
     def update(self, which: int, line: Line, instructions: str) -> None:
         session = self.session(which, line)
-        changes = (session.get().instructions or "") != instructions
+        changes = line.instructions != instructions
+        assert (session.get().instructions or "") == line.instructions
         lost = session.update(instructions=instructions)
         assert lost == 0 or changes
-        line.updated = line.updated or changes
+        line.instructions = instructions
 
     @rule(which=which)
     def reconnect(self, which: int) -> None:
