@@ -66,7 +66,7 @@ def attention_prefill(
             block = slice(start, min(start + QUERY_BLOCK, end))
             seen = keys <= positions[block, None]
             output[block] = _attend(q[block].transpose(0, 1)[None], k, v, seen)[0].transpose(0, 1)
-    return _gated(output, gate)
+    return gated(output, gate)
 
 
 def attention_decode(
@@ -99,7 +99,12 @@ def attention_decode(
         seen = (torch.arange(longest, device=q.device) < lengths[:, None])[:, None, None]
     # The query heads of one KV head stand as queries, so that K and V are not repeated.
     grouped = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-    return _gated(_attend(grouped, k, v, seen).reshape(q.shape), gate)
+    return gated(_attend(grouped, k, v, seen).reshape(q.shape), gate)
+
+
+def gated(attended: Tensor, gate: Tensor) -> Tensor:
+    """attended · sigmoid(gate), heads joined, in the gate's type. Both are [tokens, heads, head_dim]."""
+    return (attended * gate.to(attended.dtype).sigmoid()).to(gate.dtype).flatten(1)
 
 
 def _gather(
@@ -126,7 +131,3 @@ def _gather(
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=seen, enable_gqa=grouped)
-
-
-def _gated(attended: Tensor, gate: Tensor) -> Tensor:
-    return (attended * gate.to(attended.dtype).sigmoid()).to(gate.dtype).flatten(1)

@@ -250,7 +250,10 @@ def _sweep(
     return attended, total, peak
 
 
-@triton.jit(do_not_specialize=["sequences", "table_stride", "programs"])
+@triton.jit(
+    do_not_specialize=["sequences", "table_stride", "programs"],
+    do_not_specialize_on_alignment=["page_table", "lengths"],
+)
 def _decode_kernel(
     q,
     k_pages,
@@ -321,7 +324,10 @@ def _decode_kernel(
         tl.store(weights + head * parts + part, tl.full((ROWS,), float("-inf"), tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=["sequences", "parts", "table_stride"])
+@triton.jit(
+    do_not_specialize=["sequences", "parts", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "positions", "starts"],
+)
 def _prefill_kernel(
     q,
     gate,

@@ -82,7 +82,7 @@ def qk_norm_rope_write(
     return q, qkv[:, : heads * 2 * head_dim].view(tokens, heads, 2 * head_dim)[..., head_dim:]
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit(do_not_specialize=["elements"], do_not_specialize_on_alignment=["positions"])
 def _rotary_table_kernel(
     positions,
     frequencies,
@@ -107,7 +107,7 @@ def _rotary_table_kernel(
     tl.store(sin + element, tl.sin(angle).to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rows"])
 def _qk_norm_rope_write_kernel(
     qkv,
     q_weight,

@@ -56,5 +56,6 @@ class GatedAttention:
                 batch.starts,
                 batch.lengths,
                 batch.longest,
+                batch.bounds,
             )
         return self.output(attended)
