@@ -59,7 +59,7 @@ def causal_conv_prefill(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read_rows"])
 def _history_kernel(windows, read_rows, history, KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     sequence = tl.program_id(1).to(tl.int64)
     row = tl.load(read_rows + sequence)
@@ -71,7 +71,7 @@ def _history_kernel(windows, read_rows, history, KEEP: tl.constexpr, CHANNELS: t
         tl.store(history + (sequence * KEEP + place) * CHANNELS + channel, column, mask=alive)
 
 
-@triton.jit(do_not_specialize=["sequences", "steps"])
+@triton.jit(do_not_specialize=["starts", "sequences", "steps"])
 def _causal_conv_kernel(
     x,
     weight,
@@ -113,7 +113,7 @@ def _causal_conv_kernel(
         tl.store(output + token * CHANNELS + channel[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "owners", "counts", "rows"])
 def _windows_kernel(
     x,
     history,

@@ -66,7 +66,7 @@ def delta_net_step(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["read_rows", "write_rows"])
 def _delta_net_step_kernel(
     projected,
     conv_weight,

@@ -6,7 +6,7 @@ Within a chunk, with G the running sum of g, r the inverse length of a key and u
     S = exp(G_last)·S₀ + Σ_j exp(G_last − G_j)·r_j·u_j·k_jᵀ
     o_i = exp(G_i)·S₀·q_i + Σ_{j≤i} exp(G_i − G_j)·(q_i·r_j·k_j)·u_j
 
-1. `_inverse_kernel`, chunks and heads in parallel: (1 + A)⁻¹, G, beta and r.
+1. `_inverse_kernel`, chunks and heads in parallel: (1 + A)⁻¹ · beta, G and r.
 2. `_state_kernel`, in order of a sequence's chunks, for blocks of the value dimension: S₀ and u of every chunk.
 3. `_output_kernel`, chunks and heads in parallel: o. `_store_kernel`: the states to keep from inside.
 
@@ -31,9 +31,9 @@ from tokenspeed.kernels.triton.ragged import first_slot, gather_rows, piece, sea
 VALUES = 64
 """Rows of the matrix of one program of the state kernel: the tensor cores' smallest height."""
 INVERSE_WARPS, INVERSE_STAGES = 4, 1
-STATE_WARPS, STATE_STAGES = 4, 2
-OUTPUT_WARPS, OUTPUT_STAGES = 8, 1
-OUTPUT_VALUES = 128
+STATE_WARPS, STATE_STAGES = 4, 3
+OUTPUT_WARPS, OUTPUT_STAGES = 4, 1
+OUTPUT_VALUES = 64
 """Columns of the output of one program."""
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
@@ -72,7 +72,7 @@ def gated_delta_prefill(
 
     parts = 1 if qkv.dtype == torch.float32 else 2  # a float32 number, or the two that it is split into
     inverses = qkv.new_empty(chunks, heads, parts, chunk, chunk)
-    gates = matrices.new_empty(chunks, heads, 3, chunk)
+    gates = matrices.new_empty(chunks, heads, 2, chunk)
     _inverse_kernel[(heads, chunks)](
         qkv,
         a,
@@ -166,11 +166,12 @@ def _square_product(x, y, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _key_rows(qkv, token, end, head, STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, KEY: tl.constexpr):
-    """[tokens, KEY] of one of the heads of the queries or, behind them, of the keys; zero from token `end` on."""
-    key = tl.arange(0, KEY)
-    mask = (token < end)[:, None] & (key < KEY_DIM)[None, :]
-    return tl.load(qkv + token[:, None] * STRIDE + (head * KEY_DIM + key)[None, :], mask=mask, other=0.0)
+def _key_rows(qkv, left, head, CHUNK: tl.constexpr, STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, KEY: tl.constexpr):
+    """[CHUNK, KEY] of one of the heads of the queries or, behind them, of the keys, from a chunk's first token `qkv`
+    on; zero where no token is `left`."""
+    row, key = tl.arange(0, CHUNK), tl.arange(0, KEY)
+    mask = (row < left)[:, None] & (key < KEY_DIM)[None, :]
+    return tl.load(qkv + row[:, None] * STRIDE + (head * KEY_DIM + key)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -180,7 +181,7 @@ def _inverse_length(x):
     return tl.rsqrt(tl.sum(x * x, 1) + _LENGTH_EPS)
 
 
-@triton.jit(do_not_specialize=["sequences", "steps"])
+@triton.jit(do_not_specialize=["starts", "sequences", "steps"])
 def _inverse_kernel(
     qkv,
     a,
@@ -207,21 +208,23 @@ def _inverse_kernel(
     if begin >= end:
         return
     SPLIT: tl.constexpr = qkv.dtype.element_ty != tl.float32
-    row = tl.arange(0, CHUNK)
-    token = begin + row
-    alive = token < end
+    row, left = tl.arange(0, CHUNK), (end - begin).to(tl.int32)
+    alive = row < left
+    qkv += begin * STRIDE
+    a += begin * A_STRIDE + head
+    b += begin * B_STRIDE + head
     pace = -tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     # A token past the end neither decays nor changes the matrix: g = beta = 0.
-    decay = softplus(tl.load(a + token * A_STRIDE + head, mask=alive, other=0.0).to(tl.float32) + bias)
+    decay = softplus(tl.load(a + row * A_STRIDE, mask=alive, other=0.0).to(tl.float32) + bias)
     total = tl.cumsum(tl.where(alive, pace * decay, 0.0), 0)
-    beta = tl.where(alive, sigmoid(tl.load(b + token * B_STRIDE + head, mask=alive, other=0.0).to(tl.float32)), 0.0)
-    k = _key_rows(qkv, token, end, KEY_HEADS + head // (HEADS // KEY_HEADS), STRIDE, KEY_DIM, KEY)
+    beta = tl.where(alive, sigmoid(tl.load(b + row * B_STRIDE, mask=alive, other=0.0).to(tl.float32)), 0.0)
+    k = _key_rows(qkv, left, KEY_HEADS + head // (HEADS // KEY_HEADS), CHUNK, STRIDE, KEY_DIM, KEY)
     scale = _inverse_length(k)
-    place = gates + (slot.to(tl.int64) * HEADS + head) * (3 * CHUNK) + row
+    chunk = slot.to(tl.int64) * HEADS + head
+    place = gates + chunk * (2 * CHUNK) + row
     tl.store(place, total)
-    tl.store(place + CHUNK, beta)
-    tl.store(place + 2 * CHUNK, scale)
+    tl.store(place + CHUNK, scale)
 
     # Only differences of G are raised, and only those of the past: they are at most 0.
     past = row[:, None] > row[None, :]
@@ -236,17 +239,17 @@ def _inverse_kernel(
         joined = (row[:, None] >> (level + 1)) == (row[None, :] >> (level + 1))
         corner = tl.where(joined & apart, scores, 0.0)
         inverse -= _square_product(_square_product(inverse, corner, SPLIT), inverse, SPLIT)
-    place = (slot.to(tl.int64) * HEADS + head) * ((2 if SPLIT else 1) * CHUNK * CHUNK)
-    place += row[:, None] * CHUNK + row[None, :]
+    inverse *= beta[None, :]
+    place = inverses + chunk * ((2 if SPLIT else 1) * CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
     if SPLIT:
         high, low = _split(inverse)
-        tl.store(inverses + place, high)
-        tl.store(inverses + place + CHUNK * CHUNK, low)
+        tl.store(place, high)
+        tl.store(place + CHUNK * CHUNK, low)
     else:
-        tl.store(inverses + place, inverse)
+        tl.store(place, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "owners", "counts"])
 def _mark_kernel(starts, owners, counts, marks, CHUNK: tl.constexpr):
     """marks[slot] becomes one of the stores inside that chunk, whichever: its place in `kept` will hold the state
     before the chunk."""
@@ -266,47 +269,45 @@ def _corrections(
     inverses,
     gates,
     state,
-    token,
-    end,
+    left,
     head,
-    slot,
     value,
-    STRIDE: tl.constexpr,
     CHUNK: tl.constexpr,
+    STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Of a chunk after `state` [values, KEY]: the corrections [values, CHUNK], and G, r and k.
+    """Of a chunk with `left` tokens after `state` [values, KEY]: the corrections [values, CHUNK], and G, r and k. qkv
+    is its first token; `inverses` and `gates` are its head's.
 
     Everything is laid with the values as rows: a product's result is then the next one's left operand where it lies.
     """
-    k = _key_rows(qkv, token, end, KEY_HEADS + head // (HEADS // KEY_HEADS), STRIDE, KEY_DIM, KEY)
-    column = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    mask = (value < VALUE_DIM)[:, None] & (token < end)[None, :]
-    v = tl.load(qkv + column[:, None] + token[None, :] * STRIDE, mask=mask, other=0.0).to(tl.float32)
-    row = tl.arange(0, CHUNK)
-    chunk = slot.to(tl.int64) * HEADS + head
-    total = tl.load(gates + chunk * (3 * CHUNK) + row)
-    beta = tl.load(gates + chunk * (3 * CHUNK) + CHUNK + row)
-    scale = tl.load(gates + chunk * (3 * CHUNK) + 2 * CHUNK + row)
     SPLIT: tl.constexpr = qkv.dtype.element_ty != tl.float32
-    place = chunk * ((2 if SPLIT else 1) * CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
-    inverse = tl.trans(tl.load(inverses + place))
+    row = tl.arange(0, CHUNK)
+    k = _key_rows(qkv, left, KEY_HEADS + head // (HEADS // KEY_HEADS), CHUNK, STRIDE, KEY_DIM, KEY)
+    column = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    mask = (row < left)[:, None] & (value < VALUE_DIM)[None, :]
+    v = tl.load(qkv + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
+    total, scale = tl.load(gates + row), tl.load(gates + CHUNK + row)
+    place = inverses + row[:, None] * CHUNK + row[None, :]
+    inverse = tl.load(place)
 
     nothing = tl.zeros([value.shape[0], CHUNK], dtype=tl.float32)
     known = _product(state, tl.trans(k), nothing)
-    right = beta[None, :] * (v - (tl.exp(total) * scale)[None, :] * known)
-    correction = _product(right, inverse, nothing)
+    correction = dot(tl.trans(v), tl.trans(inverse), nothing)
+    known *= -(tl.exp(total) * scale)[None, :]
     if SPLIT:
-        low = tl.trans(tl.load(inverses + place + CHUNK * CHUNK))
-        correction = dot(right.to(tl.bfloat16), low, correction)
+        low = tl.load(place + CHUNK * CHUNK)
+        correction = dot(tl.trans(v), tl.trans(low), correction)
+        correction = dot(known.to(tl.bfloat16), tl.trans(low), correction)
+    correction = _product(known, tl.trans(inverse), correction)
     return correction, total, scale, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "write_rows"])
 def _state_kernel(
     qkv,
     starts,
@@ -331,38 +332,42 @@ def _state_kernel(
 ):
     BLOCKS: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
     SIZE: tl.constexpr = HEADS * VALUE_DIM * KEY_DIM
+    PARTS: tl.constexpr = 2 if qkv.dtype.element_ty != tl.float32 else 1
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES)
     key, row = tl.arange(0, KEY), tl.arange(0, CHUNK)
     start, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
-    first = start // CHUNK + sequence
+    first, tokens = start // CHUNK + sequence, (end - start).to(tl.int32)
     place = (head * VALUE_DIM + value)[:, None] * KEY_DIM + key[None, :]
     mask = (value < VALUE_DIM)[:, None] & (key < KEY_DIM)[None, :]
     state = tl.load(initial + sequence * SIZE + place, mask=mask, other=0.0)
     turned = (head * VALUE_DIM + value)[:, None] * CHUNK + row[None, :]
-    for index in range(tl.cdiv(end - start, CHUNK)):
+    mark = tl.load(marks + first) if MARKED else -1
+    for index in range(tl.cdiv(tokens, CHUNK)):
         slot = first + index
-        token = start + index * CHUNK + row
+        chunk = slot * HEADS + head
+        gate = gates + chunk * (2 * CHUNK)
         tl.store(states + slot * SIZE + place, state, mask=mask)
         if MARKED:
-            mark = tl.load(marks + slot)
+            # The next chunk's mark is on its way while this chunk is computed.
+            following = tl.load(marks + slot + 1, mask=(index + 1) * CHUNK < tokens, other=-1)
             if mark >= 0:
                 tl.store(kept + mark * SIZE + place, state, mask=mask)
+            mark = following
         correction, total, scale, k = _corrections(
-            qkv, inverses, gates, state, token, end, head, slot, value,
-            STRIDE, CHUNK, KEY_HEADS, HEADS, KEY_DIM, KEY, VALUE_DIM,
+            qkv + (start + index * CHUNK) * STRIDE, inverses + chunk * (PARTS * CHUNK * CHUNK), gate, state,
+            tokens - index * CHUNK, head, value, CHUNK, STRIDE, KEY_HEADS, HEADS, KEY_DIM, KEY, VALUE_DIM,
         )  # fmt: skip
-        tl.store(
-            corrections + slot * (HEADS * VALUE_DIM * CHUNK) + turned, correction, mask=(value < VALUE_DIM)[:, None]
-        )
-        last = tl.load(gates + (slot * HEADS + head) * (3 * CHUNK) + CHUNK - 1)
+        target = corrections + slot * (HEADS * VALUE_DIM * CHUNK) + turned
+        tl.store(target, correction, mask=(value < VALUE_DIM)[:, None])
+        last = tl.load(gate + CHUNK - 1)
         faded = correction * (tl.exp(last - total) * scale)[None, :]
         state = _product(faded, k, state * tl.exp(last))
     write = tl.load(write_rows + sequence)
     tl.store(matrices + write * SIZE + place, state, mask=mask & (write != 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "owners", "counts", "rows"])
 def _store_kernel(
     qkv,
     starts,
@@ -386,28 +391,32 @@ def _store_kernel(
     """One step of the state kernel from the state before the store's chunk, but only to the store's last token."""
     BLOCKS: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
     SIZE: tl.constexpr = HEADS * VALUE_DIM * KEY_DIM
+    PARTS: tl.constexpr = 2 if qkv.dtype.element_ty != tl.float32 else 1
     head, store = tl.program_id(0) // BLOCKS, tl.program_id(1)
     value = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES)
     key, row = tl.arange(0, KEY), tl.arange(0, CHUNK)
     sequence, count = tl.load(owners + store), tl.load(counts + store)
     slot = _slot_of_store(starts, owners, counts, store, CHUNK)
     stop = (count - 1) % CHUNK
-    token = tl.load(starts + sequence) + count - 1 - stop + row
+    begin = tl.load(starts + sequence) + count - 1 - stop
+    left = (tl.load(starts + sequence + 1) - begin).to(tl.int32)
     place = (head * VALUE_DIM + value)[:, None] * KEY_DIM + key[None, :]
     mask = (value < VALUE_DIM)[:, None] & (key < KEY_DIM)[None, :]
     state = tl.load(kept + tl.load(marks + slot) * SIZE + place, mask=mask, other=0.0)
+    chunk = slot * HEADS + head
+    gate = gates + chunk * (2 * CHUNK)
     correction, total, scale, k = _corrections(
-        qkv, inverses, gates, state, token, tl.load(starts + sequence + 1), head, slot, value,
-        STRIDE, CHUNK, KEY_HEADS, HEADS, KEY_DIM, KEY, VALUE_DIM,
+        qkv + begin * STRIDE, inverses + chunk * (PARTS * CHUNK * CHUNK), gate, state,
+        left, head, value, CHUNK, STRIDE, KEY_HEADS, HEADS, KEY_DIM, KEY, VALUE_DIM,
     )  # fmt: skip
-    last = tl.load(gates + (slot * HEADS + head) * (3 * CHUNK) + stop)
+    last = tl.load(gate + stop)
     fade = tl.exp(tl.where(row <= stop, last - total, float("-inf"))) * scale
     state = _product(correction * fade[None, :], k, state * tl.exp(last))
     target = tl.load(rows + store)
     tl.store(matrices + target * SIZE + place, state, mask=mask & (target != 0))
 
 
-@triton.jit(do_not_specialize=["sequences", "steps"])
+@triton.jit(do_not_specialize=["starts", "sequences", "steps"])
 def _output_kernel(
     qkv,
     starts,
@@ -433,22 +442,23 @@ def _output_kernel(
         return
     value = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES)
     key, row = tl.arange(0, KEY), tl.arange(0, CHUNK)
-    token = begin + row
-    k = _key_rows(qkv, token, end, KEY_HEADS + head // (HEADS // KEY_HEADS), STRIDE, KEY_DIM, KEY)
-    q = _key_rows(qkv, token, end, head // (HEADS // KEY_HEADS), STRIDE, KEY_DIM, KEY)
+    left = (end - begin).to(tl.int32)
+    qkv += begin * STRIDE
+    q = _key_rows(qkv, left, head // (HEADS // KEY_HEADS), CHUNK, STRIDE, KEY_DIM, KEY)
+    k = _key_rows(qkv, left, KEY_HEADS + head // (HEADS // KEY_HEADS), CHUNK, STRIDE, KEY_DIM, KEY)
     chunk = slot.to(tl.int64) * HEADS + head
     within = (value < VALUE_DIM)[:, None]
-    place = (chunk * VALUE_DIM + value[:, None]) * KEY_DIM + key[None, :]
-    state = tl.load(states + place, mask=within & (key < KEY_DIM)[None, :], other=0.0)
-    place = (chunk * VALUE_DIM + value[:, None]) * CHUNK + row[None, :]
-    correction = tl.load(corrections + place, mask=within, other=0.0)
-    total = tl.load(gates + chunk * (3 * CHUNK) + row)
-    scale = tl.load(gates + chunk * (3 * CHUNK) + 2 * CHUNK + row)
+    place = states + chunk * (VALUE_DIM * KEY_DIM) + value[:, None] * KEY_DIM + key[None, :]
+    state = tl.load(place, mask=within & (key < KEY_DIM)[None, :], other=0.0)
+    place = corrections + chunk * (VALUE_DIM * CHUNK) + value[:, None] * CHUNK + row[None, :]
+    correction = tl.load(place, mask=within, other=0.0)
+    gates += chunk * (2 * CHUNK)
+    total, scale = tl.load(gates + row), tl.load(gates + CHUNK + row)
 
     result = dot(q, tl.trans(state), tl.zeros([CHUNK, VALUES], dtype=tl.float32)) * tl.exp(total)[:, None]
     weight = tl.exp(tl.where(row[:, None] >= row[None, :], total[:, None] - total[None, :], float("-inf")))
     reads = dot(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], dtype=tl.float32)) * weight * scale[None, :]
     result = dot(reads.to(correction.dtype), tl.trans(correction), result)
     result *= (_inverse_length(q) * KEY_DIM**-0.5)[:, None]
-    place = (token[:, None] * HEADS + head) * VALUE_DIM + value[None, :]
-    tl.store(output + place, result, mask=(token < end)[:, None] & (value < VALUE_DIM)[None, :])
+    place = output + begin * (HEADS * VALUE_DIM) + row[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM
+    tl.store(place + value[None, :], result, mask=(row < left)[:, None] & (value < VALUE_DIM)[None, :])

@@ -54,7 +54,7 @@ def gather_rows(states: Tensor, rows: Tensor) -> Tensor:
     return gathered
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gather_rows_kernel(states, rows, gathered, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + index)
