@@ -56,7 +56,7 @@ class Lab:
         self.events: list[EngineEvent] = []
         self.logits: Tensor | None = None
         self._turns = 0
-        ops = self.core.executor._channel.choices._ops
+        ops = self.core.executor.channel.choices._ops
         choose = ops.choose
 
         def spy(logits: Tensor, *rest: Any) -> Any:

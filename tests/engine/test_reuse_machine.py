@@ -218,7 +218,7 @@ class ReuseMachine(RuleBasedStateMachine):
         prompt = [*ids, token]
         probe = self.submit(tenant, [token], name, None, prompt, set(), 1, None)
         seen = []
-        choices = self.core.executor._channel.choices
+        choices = self.core.executor.channel.choices
         choose = choices._ops.choose
         choices._ops.choose = lambda logits, *rest: seen.append(logits) or choose(logits, *rest)  # type: ignore[func-returns-value]
         while probe in self.outputs:
@@ -364,7 +364,7 @@ def swapped_hidden() -> Iterator[None]:
     def swapped(self: Executor, decodes: Any) -> Any:
         draw = decode(self, decodes)
         if len(decodes) > 1:
-            ring, at = self._channel.ring, self._channel.at
+            ring, at = self.channel.ring, self.channel.at
             first, second = (int(ring[place, at[place]]) for place, _ in decodes[:2])
             self.rows.hidden[[first, second]] = self.rows.hidden[[second, first]]
         return draw

@@ -44,6 +44,7 @@ class EngineCore:
         limits: what the scheduler works within.
         info: what is served.
         on_tick: called with every log entry and its plan.
+        waited_s: how long `step` has waited for the device, all in all.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class EngineCore:
         self._clock = clock
         self._depth = steps.depth
         self._ticks = 0
+        self.waited_s = 0.0
         self._commands: list[EngineCommand] = []
         self._in_flight: deque[Step] = deque()
         self._share(config.shared_prefixes)
@@ -143,7 +145,9 @@ class EngineCore:
     def step(self) -> list[EngineEvent]:
         """One tick: read the result that is `depth` steps late, plan, launch. Returns what became known."""
         ready = len(self._in_flight) > self._depth
+        begun = time.perf_counter()
         results = self._in_flight.popleft().result() if ready else []
+        self.waited_s += time.perf_counter() - begun
         entry = LogEntry(self._ticks, self._clock(), self._commands, results)
         self._ticks += 1
         self._commands = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +76,7 @@ class Executor:
         self.pages = pages
         self.rows = rows
         self._size = pages.geometry.page_size
-        self._channel = channel
+        self.channel = channel
         self._staging = Staging(model.device)
         self._graphs: DecodeGraphs[Outcome] | None = None
         # Upper bounds of the channel's lengths, to size launches without asking it.
@@ -84,16 +85,37 @@ class Executor:
     @property
     def embedded(self) -> Tensor:
         """[] int64, tokens of live sequences that went through the model."""
-        return self._channel.embedded
+        return self.channel.embedded
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Make decode steps of up to `size` sequences replays of a CUDA graph, where a smaller one does not do."""
-        channel = self._channel
+        channel = self.channel
         if self._graphs is None:
             self._graphs = DecodeGraphs(self._staging, channel.idle_place, self.model.device)
         pages = channel.table.shape[1]
         self._graphs.record(size, lambda places: self._step(places, pages, pages * self._size))
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Decode steps that are launched meanwhile are not replays: Python sees every operator of theirs."""
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
+
+    def replay_s(self, place: int, steps: int) -> float:
+        """Seconds of a recorded decode step of one place, measured over `steps` of them."""
+        assert self._graphs is not None
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._graphs.run([place])
+        begun.record()
+        for _ in range(steps):
+            self._graphs.run([place])
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3 / steps
 
     @torch.inference_mode()
     def warm_up(self, most: int, context: int, progress: Callable[[int, int], None]) -> None:
@@ -113,7 +135,7 @@ class Executor:
         staged, size, n = self._staging.tensor, self._size, len(counts)
         ends = [max(end, count) for count in counts]
         positions = np.concatenate([np.arange(last - count, last) for count, last in zip(counts, ends, strict=True)])
-        places = torch.full((n,), self._channel.idle_place, dtype=torch.int64, device=self.model.device)
+        places = torch.full((n,), self.channel.idle_place, dtype=torch.int64, device=self.model.device)
         sinks = torch.zeros_like(places)
         starts = staged(np.concatenate([[0], np.cumsum(counts)]))
         batch = Batch(
@@ -136,7 +158,7 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
-        channel = self._channel
+        channel = self.channel
         if plan.copies:
             sources, targets = self._staging.tensor(plan.copies).T
             self.pages.copy(sources, targets)
@@ -154,7 +176,7 @@ class Executor:
         return Step(draws)
 
     def _prefill(self, chunks: list[Prefill]) -> Draw | None:
-        channel, size, staged = self._channel, self._size, self._staging.tensor
+        channel, size, staged = self.channel, self._size, self._staging.tensor
         ids = [np.frombuffer(chunk.tokens, "<i4").astype(np.int64) for chunk in chunks]
         counts = [len(run) for run in ids]
         positions = np.concatenate([np.arange(c.start, c.start + n) for c, n in zip(chunks, counts, strict=True)])
@@ -211,7 +233,7 @@ class Executor:
 
     def _step(self, places: Tensor, pages: int, longest: int) -> Outcome:
         """One token for each of `places` [n], whose contexts are `longest` tokens on `pages` pages, or less."""
-        now = self._channel.begin(places, pages)
+        now = self.channel.begin(places, pages)
         batch = Batch(
             positions=now.positions,
             starts=torch.arange(len(places) + 1, device=places.device),
@@ -231,13 +253,13 @@ class Executor:
     def _choose(self, hidden: Tensor, places: Tensor, lengths: Tensor, at: Tensor, live: Tensor) -> Outcome:
         """Choose tokens after `hidden` [n, hidden], the outputs at the last of `lengths` tokens of the sequences in
         `places`, whose state stands `at` an index of their ring, and put them into the channel."""
-        channel = self._channel
+        channel = self.channel
         chosen = channel.choices.choose(self.model.logits(hidden), places, lengths, live)
         return Outcome(channel.end(places, chosen.tokens, lengths, at, live), chosen)
 
     def _fetch(self, of: list[tuple[int, int]], outcome: Outcome, decoded: bool) -> Draw:
         """Start towards the host what the (place, run)s `of`, the first rows of `outcome`, want to know."""
-        top = [self._channel.choices.reported(place) for place, _ in of]
+        top = [self.channel.choices.reported(place) for place, _ in of]
         wanted, chosen = [outcome.told], outcome.chosen
         if any(count is not None for count in top):
             wanted += [chosen.logprobs, chosen.top_ids, chosen.top_logprobs]
