@@ -233,12 +233,13 @@ def _stream_gate_up_kernel(
         wait_for_previous(PDL)
         release_next(PDL)
         expert = tl.load(experts + token * CHOSEN + slot)
+        factor = tl.load(weights + token * CHOSEN + slot)
         at = gate_up + expert * (2 * WIDTH * HIDDEN) + row[:, None] * HIDDEN + column
         mask = there[:, None] & inside
         gate = tl.load(at, mask=mask, other=0.0)
         up = tl.load(at + WIDTH * HIDDEN, mask=mask, other=0.0)
         value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        result = _swiglu_rows(gate, up, value) * tl.load(weights + token * CHOSEN + slot)
+        result = _swiglu_rows(gate, up, value) * factor
         tl.store(inner + SHARED_WIDTH + slot * WIDTH + row, result.to(inner.dtype.element_ty), mask=there)
 
 
