@@ -27,6 +27,7 @@ JOIN_ELEMENTS = 4096  # of all parts of a head, in a program that joins them
 PREFILL_ROWS = 128  # query heads × tokens in a program
 PREFILL_KEYS = 64
 PREFILL_WARPS, PREFILL_STAGES = 8, 2
+SINGLE_ROWS, SINGLE_KEYS, SINGLE_STAGES = 64, 16, 1  # at most, for float32, whose products are no matrix instructions
 PREFILL_PARTS = 8  # at most
 PREFILL_PART_KEYS = 1024  # that a part of the longest sequence has at least
 PREFILL_PART_WAVES = 8  # of programs at most, if there are parts: 128 KiB of memory each
@@ -52,6 +53,7 @@ def attention_decode(
     fewest, most = DECODE_PARTS
     parts = max(fewest, min(most, triton.next_power_of_2(triton.cdiv(programs, sequences * kv_heads))))
     joined, weights = _parts(sequences * heads, parts, head_dim, q.device)
+    keys = min(DECODE_KEYS, SINGLE_KEYS) if q.dtype == torch.float32 else DECODE_KEYS
     _decode_kernel[(parts, sequences * kv_heads)](
         q,
         k_pages,
@@ -69,7 +71,7 @@ def attention_decode(
         HEAD_DIM=head_dim,
         PAGE=page_size,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        KEYS=_keys_at_once(DECODE_KEYS, page_size),
+        KEYS=_keys_at_once(keys, page_size),
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
         **chained(q.device),
@@ -97,7 +99,10 @@ def attention_prefill(
     output = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
     if not tokens:
         return output
-    tile = PREFILL_ROWS // (heads // kv_heads)
+    rows, keys, stages = PREFILL_ROWS, PREFILL_KEYS, PREFILL_STAGES
+    if q.dtype == torch.float32:
+        rows, keys, stages = min(rows, SINGLE_ROWS), min(keys, SINGLE_KEYS), SINGLE_STAGES
+    tile = rows // (heads // kv_heads)
     tiles = triton.cdiv(tokens, tile) if sequences == 1 else tokens // tile + sequences
     parts = prefill_parts(tiles * kv_heads, longest, _multiprocessors(q.device))
     if parts > 1:
@@ -126,11 +131,11 @@ def attention_prefill(
         HEAD_DIM=head_dim,
         PAGE=page_size,
         TILE=tile,
-        ROWS=PREFILL_ROWS,
-        KEYS=_keys_at_once(PREFILL_KEYS, page_size),
+        ROWS=rows,
+        KEYS=_keys_at_once(keys, page_size),
         SPLIT=parts > 1,
         num_warps=PREFILL_WARPS,
-        num_stages=PREFILL_STAGES,
+        num_stages=stages,
     )
     if parts > 1:
         _join(joined, weights, gate, output, most=PREFILL_PARTS)

@@ -95,7 +95,7 @@ def loops_with_bounds_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "PREFILL_ROWS", 32)
+    monkeypatch.setattr(kernels, "PREFILL_ROWS", 64)
     monkeypatch.setattr(kernels, "PREFILL_KEYS", 16)
     monkeypatch.setattr(kernels, "PREFILL_PART_KEYS", 16)
     monkeypatch.setattr(kernels, "DECODE_KEYS", 16)
@@ -144,7 +144,7 @@ def test_dead_sequences_harm_nobody(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page", "dtype"), SHAPES)
 @pytest.mark.parametrize(
-    ("lengths", "queries", "parts"), [([70], [9], 1), ([70], [9], 3), ([3, 40, 33, 20], [1, 5, 17, 20], 1)]
+    ("lengths", "queries", "parts"), [([70], [6], 1), ([70], [6], 3), ([3, 40, 33, 7], [1, 5, 17, 7], 1)]
 )
 def test_prefill(
     lengths: list[int],
