@@ -18,9 +18,9 @@ from tokenspeed.kernels.triton.launch import chained, dot, release_next, wait_fo
 
 LOG2_E = 1.4426950408889634
 
-DECODE_KEYS = 32  # keys a program reads at once
+DECODE_KEYS = 64  # keys a program reads at once
 DECODE_WARPS, DECODE_STAGES = 4, 3
-DECODE_PROGRAMS = 2  # programs per multiprocessor that share a step's keys
+DECODE_PROGRAMS = 1  # programs per multiprocessor that share a step's keys
 DECODE_PARTS = (8, 128)  # of a sequence, at least and at most; powers of two
 JOIN_ELEMENTS = 4096  # of all parts of a head, in a program that joins them
 
@@ -150,14 +150,16 @@ def prefill_parts(tiles: int, longest: int, multiprocessors: int) -> int:
 
     def keys(parts: int) -> float:
         overhead = PREFILL_PART_OVERHEAD if parts > 1 else 0
-        return triton.cdiv(tiles * parts, multiprocessors) * (longest / parts + overhead)
+        waves: int = triton.cdiv(tiles * parts, multiprocessors)
+        return waves * (longest / parts + overhead)
 
     return min(range(1, max(1, most) + 1), key=keys)
 
 
 def _keys_at_once(most: int, page_size: int) -> int:
     """A block of keys within one page where pages allow it, and never fewer than a matrix instruction takes."""
-    return max(16, min(most, triton.next_power_of_2(page_size)))
+    keys: int = triton.next_power_of_2(page_size)
+    return max(16, min(most, keys))
 
 
 @cache
@@ -391,7 +393,7 @@ def _prefill_kernel(
         query = tl.load(q + head[:, None] * HEAD_DIM + place, mask=live[:, None], other=0.0)
         k_head = k_pages + kv_head * HEAD_DIM
         v_head = v_pages + kv_head * HEAD_DIM
-        table = page_table + owner.to(tl.int64) * table_stride
+        table = page_table + tl.cast(owner, tl.int64) * table_stride
         attended = tl.zeros((ROWS, HEAD_DIM), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         peak = tl.full((ROWS,), -1e30, tl.float32)  # finite: of a block that a row sees nothing of, exp2 gives zeros

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from tokenspeed.kernels import attention as reference
 from tokenspeed.kernels.triton import attention as kernels
@@ -79,18 +78,6 @@ SHAPES = [
     (4, 1, 16, 24, torch.float32),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")  # in padding
-
-
-@pytest.fixture(autouse=True)
-def loops_with_bounds_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for an integer."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(autouse=True)
