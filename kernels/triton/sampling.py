@@ -25,7 +25,8 @@ PROBE = 512
 GROUP = 16
 """Parts read at once for candidates."""
 PAIRS = 64
-"""Candidates compared at once with as many."""
+OTHERS = 128
+"""So many candidates are compared at once with so many."""
 SEARCH_BLOCK = 4096
 
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _TOP_K, _REPORTED, _ADJUSTED, _MASKED, _SEED = (
@@ -102,6 +103,7 @@ def choose(logits: Tensor, options: SamplingOptions, places: Tensor, positions: 
         PROBE=PROBE,
         GROUP=GROUP,
         PAIRS=PAIRS,
+        OTHERS=OTHERS,
         BLOCK=min(SEARCH_BLOCK, triton.next_power_of_2(vocabulary)),
         num_warps=DECIDE_WARPS,
         **chained(device),
@@ -141,7 +143,7 @@ def _penalized(scores, words, in_prompt, counts, bias, ids, inside):
     return scores + tl.load(bias + ids, mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places", "positions", "live"])
 def _survey_kernel(
     logits,
     words,
@@ -166,25 +168,27 @@ def _survey_kernel(
     release_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) * SURVEYED + tl.arange(0, SURVEYED)
+    ids = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    inside = ids < VOCABULARY
+    # All loads that do not depend on each other come first: the options take two more.
+    raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    place = tl.load(places + row).to(tl.int64)
+    position = tl.load(positions + row)
     if tl.load(live + row) == 0:
         return
-    place = tl.load(places + row).to(tl.int64)
     words += place * _WORDS
     temperature = _float(words, _TEMPERATURE)
     adjusted = tl.load(words + _ADJUSTED) != 0
     masked = tl.load(words + _MASKED) != 0
+    reported = tl.load(words + _REPORTED) >= 0
 
-    part = tl.program_id(0) * SURVEYED + tl.arange(0, SURVEYED)
-    ids = part[:, None] * PART + tl.arange(0, PART)[None, :]
-    inside = ids < VOCABULARY
-    logits += row * logits_stride
-    raw = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
     nans = tl.max((raw != raw).to(tl.int32), 1)
     raw_peak = tl.max(raw, 1)
     out = figures + row * (_FIGURES * PARTS) + part
     is_part = part < PARTS
     tl.store(out + _RAW_PEAK * PARTS, tl.where(nans > 0, float("nan"), raw_peak), mask=is_part)
-    if tl.load(words + _REPORTED) >= 0:
+    if reported:
         raw_base = tl.where(raw_peak == -float("inf"), 0.0, raw_peak)
         tl.store(out + _RAW_SUM * PARTS, tl.sum(tl.exp(raw - raw_base[:, None]), 1), mask=is_part)
 
@@ -194,9 +198,12 @@ def _survey_kernel(
             at = place * VOCABULARY
             scores = _penalized(scores, words, in_prompt + at, counts + at, bias + at, ids, inside)
         if masked:
+            # The words apart from the ids: a load of them by id would not be contiguous, and its layout would spread.
             ALLOWED: tl.constexpr = (VOCABULARY + 31) // 32
-            bits = tl.load(allowed + place * ALLOWED + ids // 32, mask=inside, other=0) >> (ids % 32)
-            scores = tl.where((bits & 1) != 0, scores, -float("inf"))
+            index = part[:, None] * (PART // 32) + tl.arange(0, PART // 32)[None, :]
+            bits = tl.load(allowed + place * ALLOWED + index, mask=index < ALLOWED, other=0)
+            bits = bits[:, :, None] >> tl.arange(0, 32)[None, None, :]
+            scores = tl.where((tl.reshape(bits, (SURVEYED, PART)) & 1) != 0, scores, -float("inf"))
         tl.store(edited + row * VOCABULARY + ids, scores, mask=inside)
     peak, index = tl.max(scores, 1, return_indices=True)
     tl.store(out + _PEAK * PARTS, peak, mask=is_part)
@@ -208,7 +215,7 @@ def _survey_kernel(
         if _is_truncated(words, VOCABULARY):
             tl.store(out + _SUM * PARTS, tl.sum(tl.exp(scaled), 1), mask=is_part)
         else:
-            noise = noise_at(_seed(words, 0), _seed(words, 1), tl.load(positions + row), ids)
+            noise = noise_at(_seed(words, 0), _seed(words, 1), position, ids)
             best, index = tl.max(scaled + noise, 1, return_indices=True)
     tl.store(out + _BEST * PARTS, best, mask=is_part)
     best_id = part * PART + index
@@ -250,7 +257,10 @@ def _report(
         rank += 1
 
 
-@triton.jit(do_not_specialize=["forced_stride"])
+@triton.jit(
+    do_not_specialize=["forced_stride"],
+    do_not_specialize_on_alignment=["places", "positions", "live"],
+)
 def _decide_kernel(
     logits,
     words,
@@ -279,6 +289,7 @@ def _decide_kernel(
     PROBE: tl.constexpr,
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -286,21 +297,24 @@ def _decide_kernel(
     release_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(live + row) == 0:
-        tl.store(tokens + row, -1)
-        return
-    place = tl.load(places + row).to(tl.int64)
-    position = tl.load(positions + row)
-    words += place * _WORDS
-    temperature = _float(words, _TEMPERATURE)
-    adjusted = tl.load(words + _ADJUSTED) != 0
-    reported = tl.load(words + _REPORTED)
-
     parts = tl.arange(0, PARTS_BLOCK)
     is_part = parts < PARTS
     figures += row * (_FIGURES * PARTS) + parts
+    # All loads that do not depend on each other come first. Those of a row that is not live are of no use.
     raw_peaks = tl.load(figures + _RAW_PEAK * PARTS, mask=is_part, other=-float("inf"))
     peaks = tl.load(figures + _PEAK * PARTS, mask=is_part, other=-float("inf"))
+    best = tl.load(figures + _BEST * PARTS, mask=is_part, other=0.0)
+    best_ids = tl.load(figures + _BEST_ID * PARTS, mask=is_part, other=0.0).to(tl.int32, bitcast=True)
+    place = tl.load(places + row).to(tl.int64)
+    position = tl.load(positions + row)
+    if tl.load(live + row) == 0:
+        tl.store(tokens + row, -1)
+        return
+    words += place * _WORDS
+    temperature = _float(words, _TEMPERATURE)
+    adjusted = tl.load(words + _ADJUSTED) != 0
+    masked = tl.load(words + _MASKED) != 0
+    reported = tl.load(words + _REPORTED)
     has_nan = tl.max((raw_peaks != raw_peaks).to(tl.int32), 0) != 0
     peak = tl.max(peaks, 0)
     logits += row * logits_stride
@@ -308,12 +322,11 @@ def _decide_kernel(
     token = tl.full((), -1, tl.int32)
     if (tl.abs(peak) < float("inf")) & (has_nan == 0):
         if _is_truncated(words, VOCABULARY):
-            is_edited = adjusted | (tl.load(words + _MASKED) != 0)
             sums = tl.load(figures + _SUM * PARTS, mask=is_part, other=0.0)
             token = draw_truncated(
                 logits,
                 edited + row * VOCABULARY,
-                is_edited,
+                adjusted | masked,
                 parts,
                 peaks,
                 sums,
@@ -334,12 +347,11 @@ def _decide_kernel(
                 PROBE,
                 GROUP,
                 PAIRS,
+                OTHERS,
                 BLOCK,
             )
         else:
             divisor = tl.where(temperature > 0.0, temperature, 1.0)
-            best = tl.load(figures + _BEST * PARTS, mask=is_part, other=0.0)
-            best_ids = tl.load(figures + _BEST_ID * PARTS, mask=is_part, other=0.0).to(tl.int32, bitcast=True)
             _, part = tl.max(best + tl.div_rn(peaks - peak, divisor), 0, return_indices=True)
             token = tl.sum(tl.where(parts == part, best_ids, 0), 0)
         if HAS_FORCED:

@@ -113,7 +113,7 @@ def _collect(
 
 
 @triton.jit
-def _rank(distances, ids, ranks, before, count, limit, PAIRS: tl.constexpr):
+def _rank(distances, ids, ranks, before, count, limit, PAIRS: tl.constexpr, OTHERS: tl.constexpr):
     """Writes each candidate's rank and the weight of those before it. Returns the weight of those with a rank below
     `limit`."""
     total = tl.zeros((), tl.int64)
@@ -126,7 +126,7 @@ def _rank(distances, ids, ranks, before, count, limit, PAIRS: tl.constexpr):
         weight = tl.zeros((PAIRS,), tl.int64)
         other_start = 0
         while other_start < count:
-            other = other_start + tl.arange(0, PAIRS)
+            other = other_start + tl.arange(0, OTHERS)
             other_distance = tl.load(distances + other, mask=other < count, other=float("inf"))
             other_id = tl.load(ids + other, mask=other < count, other=0)
             nearer = other_distance[None, :] < distance[:, None]
@@ -134,7 +134,7 @@ def _rank(distances, ids, ranks, before, count, limit, PAIRS: tl.constexpr):
             ahead = nearer | tied
             rank += tl.sum(ahead.to(tl.int32), 1)
             weight += tl.sum(tl.where(ahead, _weight(other_distance)[None, :], 0), 1)
-            other_start += PAIRS
+            other_start += OTHERS
         tl.store(ranks + mine, rank, mask=mine < count)
         tl.store(before + mine, weight, mask=mine < count)
         total += tl.sum(tl.where((mine < count) & (rank < limit), _weight(distance), 0), 0)
@@ -294,6 +294,7 @@ def draw_truncated(
     PROBE: tl.constexpr,
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The token drawn for a row whose largest score, `peak`, is finite.
@@ -344,7 +345,7 @@ def draw_truncated(
     enough = (count <= CAPACITY) & ((reach >= bound) | (by_rank & (count >= top_k)))
     token = tl.zeros((), tl.int32)
     if count <= CAPACITY:
-        weight = _rank(distances, ids, ranks, before, count, limit, PAIRS)
+        weight = _rank(distances, ids, ranks, before, count, limit, PAIRS, OTHERS)
         if by_mass:
             whole = tl.where(by_rank, weight.to(tl.float64), total.to(tl.float64) * _UNIT)
             goal = tl.math.ceil(whole * top_p.to(tl.float64)).to(tl.int64)

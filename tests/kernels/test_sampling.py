@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed.kernels.sampling import adjust_logits, gumbel_noise, sample, token_logprobs
+from tokenspeed.kernels.sampling import (
+    TOP,
+    SamplingOptions,
+    adjust_logits,
+    choose,
+    gumbel_noise,
+    pack_scalars,
+    sample,
+    token_logprobs,
+)
 
 MASK = 0xFFFFFFFF
 
@@ -218,3 +227,91 @@ def test_penalties_that_are_off_change_nothing() -> None:
         torch.zeros(2, 5),
     )
     assert torch.equal(off, logits)
+
+
+def options_of(vocabulary: int, *rows: dict[str, object], positions: int | None = None) -> SamplingOptions:
+    options = SamplingOptions.empty(len(rows), vocabulary, positions, torch.device("cpu"))
+    for place, row in enumerate(rows):
+        options.scalars[place] = pack_scalars(**row)  # type: ignore[arg-type]
+    return options
+
+
+def test_packed_scalars_are_read_back() -> None:
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition": 1.5,
+        "presence": -0.5,
+        "frequency": 2.0,
+        "top_k": 2**31 - 1,
+        "reported": 20,
+        "adjusted": True,
+        "masked": True,
+    }
+    options = options_of(5, {}, given | {"seed": 2**64 - 3})
+    assert {name: getattr(options, name)[1].item() for name in given} == given
+    assert options.seed.tolist() == [0, -3]
+    assert options.reported[0] == -1
+    assert options_of(5, {}).temperature.tolist() == [1.0]
+    assert SamplingOptions.empty(3, 5, None, torch.device("cpu")).temperature.tolist() == [0.0] * 3
+
+
+def test_choosing_is_adjusting_masking_and_drawing() -> None:
+    """Each place by its own options; arrays of those that are off are not looked at."""
+    penalized = {"adjusted": True, "repetition": 1.4, "presence": 0.3, "frequency": 0.2}
+    rows = [{"temperature": 0.0}, penalized, {"masked": True, "top_k": 5}, penalized | {"masked": True, "top_p": 0.8}]
+    options = options_of(40, *({"seed": 90 + place} | row for place, row in enumerate(rows)))
+    options.counts.copy_(torch.randint(0, 3, (4, 40)))
+    options.in_prompt.copy_(torch.rand(4, 40) < 0.3)
+    options.bias.normal_()
+    options.bias[0], options.bias[2] = torch.nan, torch.nan
+    options.allowed.copy_(torch.tensor([[0, 0], [0, 0], [0x0F0F0F0F, 0xF0], [0x7F00FF00, 0x0F]]))
+    counts = options.counts.clone()
+    places, positions = torch.tensor([3, 0, 2, 1]), torch.tensor([5, 6, 7, 8])
+    logits = torch.randn(4, 40, dtype=torch.float64) * 2
+    chosen = choose(logits, options, places, positions, torch.tensor([True, True, True, False]))
+    for row, place in enumerate(places.tolist()[:3]):
+        scores = logits[row].clone()
+        if "adjusted" in rows[place]:
+            arrays = options.in_prompt[[place]], counts[[place]]
+            floats = (getattr(options, name)[[place]] for name in ("repetition", "presence", "frequency"))
+            scores = adjust_logits(scores[None], *arrays, *floats, options.bias[[place]])[0]
+        if "masked" in rows[place]:
+            bits = sum((word & 0xFFFFFFFF) << 32 * index for index, word in enumerate(options.allowed[place].tolist()))
+            scores[[token for token in range(40) if not bits >> token & 1]] = -torch.inf
+        how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | rows[place]
+        how = {name: how[name] for name in ("temperature", "top_k", "top_p")}
+        alone, _ = draw(scores[None], **how, seeds=90 + place, positions=int(positions[row]))
+        assert int(alone) == int(chosen.tokens[row])
+    assert chosen.tokens[3] == -1
+    counts[3, chosen.tokens[0]] += 1
+    assert torch.equal(options.counts, counts)
+
+
+def test_forced_ids_and_rows_that_are_not_finite() -> None:
+    options = options_of(6, {"temperature": 0.0}, {"temperature": 0.0, "masked": True}, positions=9)
+    assert options.forced is not None
+    options.forced[:, 9] = 4
+    logits = torch.tensor([[0.0, 1, 2, 3, 0, 0]] * 2)
+    logits[1, 5] = torch.nan
+    options.allowed[1] = 1  # hides the NaN, which counts all the same
+    for position, expected in ((9, [4, -1]), (8, [3, -1])):
+        places, live = torch.arange(2), torch.ones(2, dtype=torch.bool)
+        assert choose(logits, options, places, torch.full((2,), position), live).tokens.tolist() == expected
+
+
+def test_what_is_reported_is_of_the_raw_logits() -> None:
+    options = options_of(30, {"reported": 3, "adjusted": True}, {})
+    options.bias[0, 7] = 100.0
+    logits = torch.randn(2, 30, dtype=torch.float64)
+    chosen = choose(
+        logits, options, torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    )
+    expected = logits.log_softmax(-1)
+    assert chosen.tokens[0] == 7
+    assert chosen.logprobs[0] == expected[0, 7]
+    assert chosen.top_ids.shape == chosen.top_logprobs.shape == (2, TOP)
+    ranked = expected[0].sort(descending=True)
+    assert torch.equal(chosen.top_ids[0], ranked.indices[:TOP])
+    assert torch.equal(chosen.top_logprobs[0], ranked.values[:TOP])

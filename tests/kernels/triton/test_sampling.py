@@ -38,13 +38,14 @@ TRUNCATIONS: list[dict[str, Any]] = [
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts and candidates, for this vocabulary, as the constants give for a real one."""
     sizes = {
-        "PART": 16,
-        "SURVEYED_PARTS": 32,
-        "CAPACITY": 256,
-        "PROBE": 24,
+        "PART": 32,
+        "SURVEYED_PARTS": 16,
+        "CAPACITY": 512,
+        "PROBE": 12,
         "GROUP": 8,
         "PAIRS": 64,
-        "SEARCH_BLOCK": 512,
+        "OTHERS": 64,
+        "SEARCH_BLOCK": 1024,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(kernels, name, value)
@@ -96,40 +97,35 @@ def alive(rows: int) -> Tensor:
 def test_rows_with_all_sorts_of_options(device: torch.device, dtype: torch.dtype) -> None:
     """Strided logits, fewer rows than places, places in any order."""
     rows = [{"temperature": 0.0, "top_k": 3}, {"seed": 2**64 - 1}, {"temperature": 0.3, "seed": 2**63}, *TRUNCATIONS]
+    rows = rows[:: 1 if dtype == torch.float32 else 2]
     options = options_of([{"seed": 11 * place} | row for place, row in enumerate(rows)])
     places = torch.randperm(len(rows))[: len(rows) - 1]
     wide = torch.full((len(places), VOCABULARY + 36), torch.nan, dtype=dtype)
     logits = wide[:, 4 : 4 + VOCABULARY].copy_(logits_of(len(places)))
     expected, got = both(device, logits, options, places, positions_of(len(places)), alive(len(places)))
     assert got.tokens.tolist() == expected.tokens.tolist()
-    assert len(set(got.tokens.tolist())) > 10
+    assert len(set(got.tokens.tolist())) > 6
 
 
-@pytest.mark.parametrize("capacity", [256, 16])
+@pytest.mark.parametrize("capacity", [512, 16])
 def test_ties_are_kept_by_id(device: torch.device, monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
     """Few different logits, so that what is kept ends among equals; with few candidates, by the long search."""
     monkeypatch.setattr(kernels, "CAPACITY", capacity)
-    monkeypatch.setattr(kernels, "PAIRS", 16)
-    rows = [
-        {"top_k": 3},
-        {"top_k": 50},
-        {"top_k": 330, "top_p": 0.77},
-        {"top_p": 0.3333},
-        {"top_p": 0.71, "min_p": 0.1},
-    ]
-    options = options_of([{"seed": place, "temperature": 3.0} | row for place, row in enumerate([*rows, *rows])])
+    monkeypatch.setattr(kernels, "PAIRS", min(capacity, 64))
+    monkeypatch.setattr(kernels, "SEARCH_BLOCK", 512)
+    rows, ones = [{"top_k": 3}, {"top_k": 50, "top_p": 0.77}, {"top_p": 0.21, "min_p": 0.1}], [{"top_k": 1}] * 4
+    options = options_of([{"seed": place, "temperature": 3.0} | row for place, row in enumerate([*rows, *rows, *ones])])
     logits = (logits_of(10) / 3).round()
-    logits[5:] = 1.25
+    logits[3:] = 1.25
     expected, got = both(device, logits, options, torch.arange(10), positions_of(10), alive(10))
     assert got.tokens.tolist() == expected.tokens.tolist()
-    assert int(got.tokens[5]) < 3
+    assert int(got.tokens[3]) < 3
 
 
 def test_the_long_search_keeps_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CAPACITY", 16)
     monkeypatch.setattr(kernels, "PAIRS", 16)
-    monkeypatch.setattr(kernels, "SEARCH_BLOCK", 1024)
-    rows = TRUNCATIONS[2:10]
+    rows = TRUNCATIONS[2:9]
     options = options_of([{"seed": 7 + place, "temperature": 2.0} | row for place, row in enumerate(rows)])
     count = len(rows)
     expected, got = both(device, logits_of(count, 5), options, torch.arange(count), positions_of(count), alive(count))
