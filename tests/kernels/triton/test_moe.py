@@ -150,6 +150,21 @@ def test_every_tiling(option: grouped.Tiling, device: torch.device, monkeypatch:
     assert error(y, layer.exact(x, weights, experts)) < bound(torch.float32)
 
 
+def test_tiles_that_nobody_wrote_are_not_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(*arguments: Any) -> grouped.Groups:
+        groups = original(*arguments)
+        assert int(groups.count) < groups.tiles.shape[0]
+        groups.tiles[int(groups.count) :] = torch.tensor([5, 0, 8], dtype=torch.int32)
+        return groups
+
+    original = grouped.group
+    monkeypatch.setattr(grouped, "group", group)
+    layer = Layer(torch.float32, device)
+    x, weights, experts = inputs(33, torch.float32, device)
+    y = kernels.mixture(x, weights, experts, *layer.weights)
+    assert error(y, layer.exact(x, weights, experts)) < bound(torch.float32)
+
+
 @pytest.mark.parametrize("tokens", [3, 32, 40])
 def test_all_tokens_choose_the_same_experts(tokens: int, device: torch.device) -> None:
     layer = Layer(torch.float32, device)
