@@ -134,9 +134,7 @@ class AsyncSession:
 
     async def cancel(self, keep: Literal["partial", "nothing"] = "partial") -> None:
         """End the running turn now; does nothing if none runs. `keep` as in `Session.cancel`."""
-        running = self._running
-        if running is None:
-            running = next((turn.id for turn in await self.turns() if turn.status == "running"), None)
+        running = self._running or (await self.get()).running
         if running is not None:
             _, reply = await self._link.request(TurnCancel("", running, keep))
             self._head = reply.head

@@ -162,7 +162,7 @@ class Session:
         Args:
             keep: `partial` keeps what was generated so far as the turn; `nothing` takes the turn back.
         """
-        running = self._running or next((turn.id for turn in self.turns() if turn.status == "running"), None)
+        running = self._running or self.get().running
         if running is not None:
             _, reply = self._link.request(TurnCancel("", running, keep))
             self._head = reply.head

@@ -180,15 +180,20 @@ class SessionHost:
         return Reply(command.id, session=self._record(session), lost_tokens=lost)
 
     async def _lost(self, head: Turn | None, before: Defaults, after: Defaults) -> int:
-        """Cached ids of `head` that the next turn cannot reuse, if it is taken under other defaults."""
+        """Cached ids of `head` that the next turn cannot reuse under the defaults `after`, and could under `before`:
+        what an earlier update has lost already is not counted again."""
         if head is None or after is before:
             return 0
-        drops = after.reasoning == "drop" and before.reasoning == "keep"
-        kept = self._chat.transcript.kept(after.preamble, head, drops)
-        if kept == head.length:
+        usable, kept = self._kept(before, head), self._kept(after, head)
+        if kept >= usable:
             return 0
         [cached] = await self._resident([head])
-        return max(0, cached - kept)
+        return max(0, min(cached, usable) - kept)
+
+    def _kept(self, defaults: Defaults, head: Turn) -> int:
+        """How many ids of `head` the next prompt begins with under these defaults."""
+        drops = defaults.reasoning == "drop" and head.defaults.reasoning == "keep"
+        return self._chat.transcript.kept(defaults.preamble, head, drops)
 
     async def _resident(self, turns: list[Turn]) -> list[int]:
         try:

@@ -249,6 +249,7 @@ class RunningTurn:
             output=usage.output,
             reasoning=self._parser.reasoning_tokens,
             remaining=usage.remaining,
+            recomputed=usage.recomputed,
         )
 
 

@@ -101,6 +101,7 @@ class Session:
             tokens=self.length,
             prefix_tokens=len(defaults.preamble.ids),
             remaining=max(0, max_context - self.length),
+            running=self.running.id if self.running else None,
         )
 
 
@@ -135,6 +136,9 @@ def checked_input(given: str | list[InputItem], head: Turn | None) -> list[Input
     all_of_them = head is not None and head.reason == "tool_calls"
     waiting = [call for call in (calls if all_of_them else calls[:answered]) if call in unanswered]
     if waiting:
-        message = f"the last turn's calls wait for results: {', '.join(waiting)}"
+        message = (
+            f"the last turn's calls wait for results: {', '.join(waiting)}; "
+            f"give one for each in one input, or rewind to {head.parent.id if head and head.parent else 'start'}"
+        )
         raise SessionError("missing_tool_result", message, detail={"open_calls": unanswered})
     return items

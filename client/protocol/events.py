@@ -36,7 +36,12 @@ class Reused(msgspec.Struct):
 
 class Usage(msgspec.Struct):
     """A turn's tokens. `prompt == reused.total + computed`; `output` includes `reasoning` and the stop token;
-    `remaining` is the room left in the model's context after the turn."""
+    `remaining` is the room left in the model's context after the turn. `recomputed` is none of these: tokens that were
+    computed again because the turn had to give way to others.
+
+    A turn that was cancelled while its prompt was not yet processed reused and computed less than its prompt: exactly
+    what was processed, nothing while it was queued. Where the engine itself was lost, the counts are those planned.
+    """
 
     prompt: int = 0
     reused: Reused = msgspec.field(default_factory=Reused)
@@ -44,6 +49,7 @@ class Usage(msgspec.Struct):
     output: int = 0
     reasoning: int = 0
     remaining: int = 0
+    recomputed: int = 0
 
 
 class Timings(msgspec.Struct):
@@ -81,7 +87,7 @@ class Residency(msgspec.Struct):
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
-    """A session. `prefix_tokens`: ids of the rendered preamble.
+    """A session. `prefix_tokens`: ids of the rendered preamble. `running`: the turn that is being taken.
 
     `session.get` alone adds the residency and the cheap rewind points: turns of the lineage, oldest first, from which
     a next turn computes at most one token beside the new ones (and what the rule `drop` makes it render again).
@@ -102,6 +108,7 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
     remaining: int
     residency: Residency | None = None
     rewind_points: list[str] | None = None
+    running: str | None = None
 
 
 class SessionTotals(msgspec.Struct):

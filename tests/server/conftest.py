@@ -230,7 +230,7 @@ class ScriptedHost:
         if conversation.running is not None:
             raise SessionError("session_busy", f"turn {conversation.running} is running")
         turn = f"resp_t_{next(self._ids)}"
-        conversation.running = turn
+        conversation.running = conversation.record.running = turn
         conversation.cancelled.clear()
         task = asyncio.create_task(self._run(conversation, command, channel, turn))
         self._tasks.add(task)
@@ -274,7 +274,7 @@ class ScriptedHost:
                 TurnRecord(turn, parent, status, reason, given, output, usage, timings),
             ]
             conversation.record.head = turn
-        conversation.running = None
+        conversation.running = conversation.record.running = None
         head = conversation.record.head
         queue.put_nowait(TurnEnded(session, turn, next(seq), status, reason, usage, timings, head, error))
 

@@ -67,6 +67,7 @@ class ScriptedEngine:
         self.standing: Counter[str] = Counter()
         self.cancelled: dict[str, Cancel] = {}
         self.fail_next = ""
+        self.recomputed = 0
         self.dead = False
         self._wakes: dict[str, asyncio.Event] = {}
 
@@ -164,7 +165,12 @@ class ScriptedEngine:
         if unsent:
             yield self._tokens(command, unsent)
         usage = TurnUsage(
-            len(prompt), reused, len(prompt) - reused, len(output), 0, self.max_context - len(prompt) - len(output)
+            len(prompt),
+            reused,
+            len(prompt) - reused,
+            len(output),
+            self.recomputed,
+            self.max_context - len(prompt) - len(output),
         )
         if self.fail_next:
             message, self.fail_next = self.fail_next, ""

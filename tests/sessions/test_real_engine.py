@@ -53,13 +53,21 @@ def answers(session_turns: list[Any]) -> str | list[InputItem]:
 
 def test_sessions_over_a_real_engine(desk: MakeDesk, checkpoint: Path) -> None:
     async def scenario() -> None:
-        config = EngineConfig(model=str(checkpoint), dtype="float64", threads=1, max_context=2048, forced_tokens=True)
+        config = EngineConfig(
+            model=str(checkpoint),
+            dtype="float64",
+            threads=1,
+            max_context=2048,
+            forced_tokens=True,
+            prefill_chunk=64,
+        )
         engine = await ProcessEngine.start(config)
         try:
             fresh = Engine(str(checkpoint), dtype="float64", threads=1, max_context=2048, prefix_cache=False)
             await turns_cost_only_their_new_tokens(desk(engine=engine), fresh)
             await branches_cost_what_they_say(desk(engine=engine), fresh)
             await stop_strings_and_logprobs(desk(engine=engine))
+            await cancels_in_prefill(desk(engine=engine))
             await forks_cancels_and_a_dead_engine(desk(engine=engine), engine)
         finally:
             await engine.close()
@@ -161,6 +169,21 @@ async def stop_strings_and_logprobs(d: Any) -> None:
         assert [entry.id for entry in found] == list(turn.output_ids)
         assert all(len(entry.top) == 3 and entry.logprob <= entry.top[0][1] for entry in found)
         assert (await d.take(session, "on", sampling=forced(d, "\n</think>\n\nHi<|im_end|>"))).reason == "stop"
+
+
+async def cancels_in_prefill(d: Any) -> None:
+    """What was processed of the prompt is counted, and found by the next turn."""
+    session = await d.open()
+    turn = await d.begin(session, "word " * 700)
+    await d.streamed(turn, 1)
+    await d.ask(TurnCancel("x", turn))
+    cut = (await d.end(turn)).usage
+    processed = cut.reused.total + cut.computed
+    assert 0 < processed < cut.prompt
+    assert cut.output == 0
+    usage = (await d.take(session, "on", sampling=Sampling(max_tokens=1))).usage
+    assert usage.reused.total == processed
+    assert usage.computed == usage.prompt - processed
 
 
 async def forks_cancels_and_a_dead_engine(d: Any, engine: ProcessEngine) -> None:

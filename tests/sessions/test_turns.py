@@ -133,6 +133,8 @@ def test_inputs_that_cannot_follow_are_refused(desk: MakeDesk) -> None:
         calls = [item.call_id for item in (await d.turns(session))[0].output if isinstance(item, FunctionCallItem)]
         first, second = [FunctionCallOutputItem(call, "") for call in calls]
         assert await refused(d, session, "and?") == "missing_tool_result"
+        with pytest.raises(SessionError, match=f"wait for results: {', '.join(calls)}; give .* or rewind to start"):
+            await d.begin(session, "and?")
         assert await refused(d, session, [first]) == "missing_tool_result"
         assert await refused(d, session, [first, MessageItem("user", "x")]) == "missing_tool_result"
         assert await refused(d, session, [first, first, second]) == "unknown_call_id"
@@ -142,6 +144,16 @@ def test_inputs_that_cannot_follow_are_refused(desk: MakeDesk) -> None:
         assert len(d.engine.generated) == 1
         assert (await d.take(session, [second, first, MessageItem("user", "x")], HI)).status == "completed"
         assert await refused(d, session, [first]) == "unknown_call_id"
+
+    run(test)
+
+
+def test_what_was_computed_again_is_counted_by_itself(desk: MakeDesk) -> None:
+    async def test() -> None:
+        d = desk()
+        d.engine.recomputed = 7
+        usage = (await d.take(await d.open(), "go", HI)).usage
+        assert (usage.recomputed, usage.prompt) == (7, usage.reused.total + usage.computed)
 
     run(test)
 
@@ -157,8 +169,10 @@ def test_one_turn_at_a_time(desk: MakeDesk) -> None:
         assert caught.value.code == "session_busy"
         [record] = await d.turns(session)
         assert (record.id, record.status, record.reason) == (turn, "running", None)
-        assert (await d.record(session)).state == "running"
+        record = await d.record(session)
+        assert (record.state, record.running) == ("running", turn)
         await d.ask(TurnCancel("x", turn))
+        assert (await d.record(session)).running is None
         # A long input is tokenised off the loop, and meanwhile the session is as busy.
         d.script(HI)
         long = asyncio.create_task(d.begin(session, "a " * 9_000))

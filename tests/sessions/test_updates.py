@@ -74,6 +74,31 @@ def test_an_update_changes_the_preamble_and_no_id_behind_it(desk: MakeDesk, rule
     run(test)
 
 
+def test_what_an_update_has_lost_already_is_not_counted_again(desk: MakeDesk) -> None:
+    async def test() -> None:
+        d = desk()
+        session = await d.open(instructions="Old.")
+        await d.take(session, "a", "Thought." + HI)
+        cached = len(d.engine.lineages[(await d.record(session)).head][1]) - 1
+
+        async def lost(**fields: Any) -> int:
+            return (await d.ask(SessionUpdate("u", session, **fields))).lost_tokens  # type: ignore[no-any-return]
+
+        reasoning = await lost(reasoning="drop")
+        assert 0 < reasoning < cached
+        assert await lost(instructions="New.") == cached - reasoning, "together they lose all there is"
+        assert await lost(instructions="Newer.", tools=[TOOL]) == 0
+        assert await lost(instructions="Old.", tools=[]) == 0, "what is taken back loses nothing"
+        assert await lost(tools=[TOOL]) == cached - reasoning
+        d.script(HI)
+        d.read()
+        reply = await d.ask(TurnCreate("q", session, "b", instructions="Newest."))
+        assert reply.lost_tokens == 0
+        assert (await d.end(reply.turn)).usage.reused.total == 0
+
+    run(test)
+
+
 def test_ids_that_the_tokenizer_would_not_choose_survive_an_update(desk: MakeDesk) -> None:
     async def test() -> None:
         d = desk()

@@ -229,9 +229,12 @@ class TwoClients(RuleBasedStateMachine):
         """Whatever was done to one session, no other has moved."""
         if not hasattr(self, "clients"):
             return
-        heads = {record.id: record.head for record in self.clients[0].sessions()}
+        records = {record.id: record for record in self.clients[0].sessions()}
         for line in self.open:
-            assert heads[line.id] == (line.head.id if line.head else None)
+            record = records[line.id]
+            assert record.head == (line.head.id if line.head else None)
+            assert (record.instructions or "") == line.instructions
+            assert (record.state, record.running) == ("idle", None)
             listed = self.session(1, line).turns(token_ids=True)
             assert [turn.id for turn in listed] == [turn.id for turn in line.path]
             assert [ids(turn) for turn in listed] == [ids(turn) for turn in line.path]
