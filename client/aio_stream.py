@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tokenspeed.client.core import Core
 from tokenspeed.client.loop import ToolLoop
 from tokenspeed.client.protocol.commands import TurnCreate
+from tokenspeed.client.protocol.items import FunctionCallItem
 from tokenspeed.client.requests import Begin, TurnRequest, next_step, with_held
 from tokenspeed.client.turns import Delta, Turn, TurnAssembly
 
@@ -135,14 +136,31 @@ class AsyncTurnStream:
 
     async def _advance(self) -> None:
         self._over = True
-        tools = self._loop.tools
-        turn = self._finish()
-        calls = self._loop.after(turn)
+        try:
+            await self._step()
+        except BaseException as error:
+            if self._loop.broke_off(self._session._head, error):
+                self._session._held = self._loop.held
+            raise
+
+    async def _step(self) -> None:
+        loop = self._loop
+        calls = loop.after(self._finish())
         if calls:
-            answers = self._loop.answered(list(await asyncio.gather(*(tools.run_async(call) for call in calls))))
-            if answers is not None:
-                await self._begin(next_step(self._request.command, self._session.id, answers))
-                self._over = False
-                return
-            self._session._held = (turn.id, tuple(self._loop.held))
-        self._result = self._loop.result()
+            await self._run(calls)
+        if calls and loop.complete:
+            await self._begin(next_step(self._request.command, self._session.id, loop.answers))
+            self._over = False
+            return
+        if calls:
+            self._session._held = loop.held
+        self._result = loop.result()
+
+    async def _run(self, calls: list[FunctionCallItem]) -> None:
+        """Run calls side by side. What has ended is kept, whatever becomes of the others."""
+        running = [asyncio.ensure_future(self._loop.tools.run_async(call)) for call in calls]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            ended = [run for run in running if run.done() and not run.cancelled() and run.exception() is None]
+            self._loop.answers += [run.result() for run in ended]

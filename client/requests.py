@@ -33,7 +33,7 @@ Begin = TurnCreate | SessionRegenerate
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Options of `Sampling`, as keywords."""
+    """Options of `Sampling`, as keywords. `stop` may be one string, and the keys of `logit_bias` may be ints."""
 
     temperature: float | None
     top_k: int | None
@@ -43,11 +43,11 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int | None
     stop_token_ids: list[int] | None
     ignore_eos: bool | None
-    stop: list[str] | None
+    stop: str | list[str] | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    logit_bias: dict[str, float] | None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
     logprobs: bool | None
     top_logprobs: int | None
     forced_token_ids: list[int] | None
@@ -62,10 +62,18 @@ def sampling_of(sampling: Sampling | Mapping[str, Any] | None, options: Mapping[
     unknown = sorted(values.keys() - set(Sampling.__struct_fields__))
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; there are: {', '.join(Sampling.__struct_fields__)}")
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    if isinstance(values.get("logit_bias"), Mapping):
+        values["logit_bias"] = {_key(key): bias for key, bias in values["logit_bias"].items()}
     try:
         return msgspec.convert(values, Sampling)
     except msgspec.ValidationError as error:
         raise TypeError(f"sampling: {error}") from None
+
+
+def _key(token_id: object) -> object:
+    return str(token_id) if isinstance(token_id, int) and not isinstance(token_id, bool) else token_id
 
 
 def input_of(value: TurnInput) -> str | list[InputItem]:

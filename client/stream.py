@@ -123,14 +123,22 @@ class TurnStream:
 
     def _advance(self) -> None:
         self._over = True
-        tools = self._loop.tools
-        turn = self._finish()
-        calls = self._loop.after(turn)
+        try:
+            self._step()
+        except BaseException as error:
+            if self._loop.broke_off(self._session._head, error):
+                self._session._held = self._loop.held
+            raise
+
+    def _step(self) -> None:
+        loop = self._loop
+        calls = loop.after(self._finish())
+        for call in calls:
+            loop.answers.append(loop.tools.run(call))
+        if calls and loop.complete:
+            self._begin(next_step(self._request.command, self._session.id, loop.answers))
+            self._over = False
+            return
         if calls:
-            answers = self._loop.answered([tools.run(call) for call in calls])
-            if answers is not None:
-                self._begin(next_step(self._request.command, self._session.id, answers))
-                self._over = False
-                return
-            self._session._held = (turn.id, tuple(self._loop.held))
-        self._result = self._loop.result()
+            self._session._held = loop.held
+        self._result = loop.result()

@@ -52,10 +52,21 @@ def test_single_options_win_over_the_bundle() -> None:
     assert sampling_of(None, {}) is None
     assert sampling_of(Sampling(temperature=1.0, seed=3), {"temperature": 0}) == Sampling(temperature=0.0, seed=3)
     assert sampling_of({"top_k": 5}, {}) == Sampling(top_k=5)
+    assert sampling_of(None, {"stop": "###"}) == sampling_of({"stop": ["###"]}, {}) == Sampling(stop=["###"])
+    assert sampling_of(None, {"logit_bias": {5: 1, "6": -1.5}}) == Sampling(logit_bias={"5": 1.0, "6": -1.5})
     with pytest.raises(TypeError, match="unknown option 'temprature'"):
         sampling_of(None, {"temprature": 1})
     with pytest.raises(TypeError, match="sampling"):
         sampling_of({"seed": "x"}, {})
+    for wrong in (
+        {"stop": 3},
+        {"stop": [3]},
+        {"logit_bias": {True: 1}},
+        {"logit_bias": {None: 1}},
+        {"logit_bias": [5]},
+    ):
+        with pytest.raises(TypeError, match="sampling"):
+            sampling_of(None, wrong)
 
 
 def test_held_answers_join_the_callers() -> None:

@@ -169,9 +169,9 @@ def test_a_mixed_answer_waits_for_the_callers_part() -> None:
     tools = Toolset([paint, FunctionTool("ask")])
     loop = ToolLoop(tools, 1)
     (call,) = loop.after(turn_with("paint", "ask"))
-    output = tools.run(call)
-    assert loop.answered([output]) is None
-    assert loop.held == [output]
+    loop.answers.append(tools.run(call))
+    assert not loop.complete
+    assert loop.held == ("t", tuple(loop.answers))
 
 
 def test_a_turn_cut_by_its_length_runs_nothing() -> None:

@@ -133,6 +133,35 @@ def test_limits_and_mixed_answers(server: Any) -> None:
     with_client(server, work)
 
 
+def test_a_tool_that_is_cancelled_leaves_a_session_that_can_go_on(server: Any) -> None:
+    server.host.script = lambda command, history: (
+        [say(str(outputs(command)))] if history else [call(1, "slow"), call(2, "quick")]
+    )
+    began = asyncio.Event()
+
+    async def slow() -> None:
+        began.set()
+        await asyncio.sleep(60)
+
+    async def quick() -> str:
+        return "done"
+
+    async def work(client: AsyncClient) -> None:
+        session = await client.session(tools=[slow, quick])
+        task = asyncio.create_task(session.turn("go"))
+        await began.wait()
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        (turn,) = await session.turns()
+        answer = await session.turn([tool_output(turn.tool_calls[0], "by hand")])
+        assert "('call1', 'by hand')" in answer.text
+        assert "('call2', 'done')" in answer.text
+
+    with_client(server, work)
+
+
 @pytest.mark.parametrize("leave", ["with", "break", "task"])
 def test_leaving_a_stream_cancels_the_turn(server: Any, leave: str) -> None:
     server.host.pause_s = 0.01

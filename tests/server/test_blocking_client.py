@@ -183,6 +183,69 @@ def test_the_step_limit_leaves_a_session_that_can_go_on(server: Any, client: Cli
     assert session.turn([tool_output(last.tool_calls[0], "late")]).text == "[('call2', 'late')]"
 
 
+def test_a_tool_that_is_interrupted_leaves_a_session_that_can_go_on(server: Any, client: Client) -> None:
+    """What ran before it is kept; the error says what waits, and both ways on work."""
+    server.host.script = lambda command, history: (
+        [say(str(outputs(command)))] if history else [call(1, "quick", "{}"), call(2, "slow", "{}")]
+    )
+
+    def quick() -> str:
+        return "done"
+
+    def slow() -> str:
+        raise KeyboardInterrupt
+
+    session = client.session(tools=[quick, slow])
+    stream = session.turn("go", stream=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stream.result()
+    (note,) = caught.value.__notes__
+    assert "quick (ran), slow (did not run)" in note
+    assert "session.rewind('start')" in note
+    (turn,) = session.turns()
+    assert session.head == turn.id
+    branch = session.fork()
+    answer = session.turn([tool_output(turn.tool_calls[1], "by hand")])
+    assert answer.text == "[('call1', 'done'), ('call2', 'by hand')]"
+    branch.rewind("start")
+    with pytest.raises(KeyboardInterrupt):
+        branch.turn("go")
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_results_that_are_refused_or_lost_can_be_given_again(server: Any, client: Client, refused: bool) -> None:
+    too_long = SessionError("context_length_exceeded", "the prompt is too long")
+
+    def script(command: TurnCreate, history: list[TurnRecord]) -> list[Item]:
+        given = dict(outputs(command))
+        if not given:
+            return [call(1, "short", "{}"), call(2, "long", "{}")]
+        if len(given["call2"]) > 9:
+            raise too_long
+        return [say(str(given))]
+
+    def short() -> str:
+        return "fits"
+
+    def long() -> str:
+        if refused:
+            server.host.failures[TurnCreate] = too_long
+        return "x" * 100
+
+    server.host.script = script
+    session = client.session(tools=[short, long])
+    with pytest.raises(SessionError, match="context_length_exceeded") as caught:
+        session.turn("go")
+    server.host.failures.clear()
+    assert "short (ran), long (ran)" in caught.value.__notes__[0]
+    (turn,) = session.turns()
+    answer = session.turn([tool_output(turn.tool_calls[1], "cut")])
+    assert answer.text == "{'call1': 'fits', 'call2': 'cut'}"
+    with pytest.raises(SessionError, match="turn_not_found") as caught:
+        session.rewind("resp_x")
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_functions_and_schemas_mixed_in_one_answer(server: Any, client: Client) -> None:
     """The function's result waits for the caller's, because one input must answer all calls of a turn."""
     server.host.script = lambda command, history: (
