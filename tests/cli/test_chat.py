@@ -135,6 +135,20 @@ def test_through_a_pipe_with_a_server_of_its_own(command_line: list[str], tmp_pa
     assert "\x1b" not in ended.stdout
 
 
+def test_what_fails_in_a_pipe_shows_in_the_exit_status(command_line: list[str], served: Any, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [*command_line, "chat", "--url", served.url, "--api-key", "right", "--max-tokens", "1"],
+        input=f"{'word ' * 20_000}\nHello!\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "error: 1 of the lines could not be answered\n")
+    assert "error: context_length_exceeded: the maximum context length is" in ended.stdout
+    assert re.search(COST, ended.stdout), "the line after it was answered"
+
+
 def test_nobody_answers(command: Callable[..., str]) -> None:
     said = command("chat", "--url", "http://127.0.0.1:9")
     assert said.startswith("error: ws://127.0.0.1:9/v1/sessions/ws: cannot connect")

@@ -105,6 +105,22 @@ def test_options_of_the_engine(start: Callable[..., Any]) -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_context_that_the_cache_does_not_hold_is_said(start: Callable[..., Any]) -> None:
+    server = start("--cache", "16MiB", "--dtype", "float64")
+    said = server.process.stdout.readline()
+    with Client(server.url) as client, client.session() as session:
+        context = session.get().remaining
+    assert said.startswith(f"the context is {context} tokens, which is what the cache holds; for ")
+    roomy = start("--max-context", "64", "--dtype", "float64")
+    roomy.process.send_signal(signal.SIGTERM)
+    assert roomy.process.communicate(timeout=30)[0] == ""
+
+
+def test_the_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command("--version", code=0)
+    assert capsys.readouterr().out == f"tokenspeed {tokenspeed.__version__}\n"
+
+
 def test_a_port_in_use(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -119,6 +135,7 @@ def test_a_port_in_use(command: Command) -> None:
         (["--api-key", "right"], "error: an API key is given as TENANT=KEY"),
         (["--port", "0", "--shared-preamble", "/no/such/file"], "error: /no/such/file: "),
         (["--cache", "much"], "error: 'much' is no size; write one like 512MiB or 2GiB"),
+        (["--cache", "500TiB"], "error: --cache 500TiB is more than the "),
         (["--port", "0", "/no/such/model"], "error: /no/such/model: there is no such directory"),
     ],
 )

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+import tokenspeed
 from tokenspeed.cli.errors import CommandError, one_line
 
 app = typer.Typer(
-    help="An inference engine for agent sessions: a turn costs only its new tokens.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,6 +58,21 @@ MaxContext = Annotated[
 MaxSequences = Annotated[int, typer.Option(min=1, help="Turns that run side by side.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
 ApiKey = Annotated[str | None, typer.Option(help="The key to that server; else TOKENSPEED_API_KEY.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenspeed {tokenspeed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and end.")
+    ] = False,
+) -> None:
+    """An inference engine for agent sessions: a turn costs only its new tokens."""
 
 
 @app.command()

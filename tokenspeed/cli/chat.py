@@ -37,7 +37,8 @@ def run(
     """Talk until `/quit`, the end of input, or Ctrl-C at the prompt.
 
     Raises:
-        CommandError: no server, no model, a wrong key, or no such session.
+        CommandError: no server, no model, a wrong key, or no such session; or, where nobody sits at a terminal, a line
+            that the server refused or failed at. The lines after it were said all the same.
     """
     console = Console(highlight=False)
     sampling: SamplingOptions = {}
@@ -56,6 +57,8 @@ def run(
                     f"{talk.session.id} at {base_url}; /help lists the commands", markup=False, soft_wrap=True
                 )
                 talk.run()
+                if talk.errors and not sys.stdin.isatty():
+                    raise CommandError(f"{talk.errors} of the lines could not be answered")
         except (ConnectionFailed, SessionError, ValueError) as error:
             raise CommandError(str(error)) from None
 
@@ -75,10 +78,11 @@ def _server(model: str | None, url: str | None, settings: dict[str, Any]) -> Ite
 
 
 class Chat:
-    """A conversation between a person and a session."""
+    """A conversation between a person and a session. `errors` counts what was refused or failed."""
 
     def __init__(self, console: Console, session: Session, sampling: SamplingOptions) -> None:
         self.session = session
+        self.errors = 0
         self._console = console
         self._sampling = sampling
 
@@ -167,6 +171,7 @@ class Chat:
         try:
             yield
         except SessionError as error:
+            self.errors += 1
             self._say(f"error: {one_line(error)}", "red")
 
     def _say(self, text: str, style: str = "") -> None:

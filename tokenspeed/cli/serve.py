@@ -14,8 +14,9 @@ from rich.console import Console
 from tokenspeed.cli.errors import CommandError
 from tokenspeed.cli.loading import LoadingBar
 from tokenspeed.cli.running import Started, engine_config, listen, serve
-from tokenspeed.cli.sizes import parse_size
+from tokenspeed.cli.sizes import memory_bytes, parse_size, show_size
 from tokenspeed.config.engine import EngineConfig
+from tokenspeed.config.model import ModelConfig
 from tokenspeed.server.access import ApiKeys
 from tokenspeed.sessions.sharing import shared_prefix
 
@@ -27,6 +28,21 @@ def shared(config: EngineConfig, preambles: Sequence[Path]) -> EngineConfig:
     except ValueError as error:
         raise CommandError(str(error)) from None
     return msgspec.structs.replace(config, shared_prefixes=prefixes)
+
+
+def _cache_bytes(cache: str, device: str) -> int:
+    size, memory = parse_size(cache), memory_bytes()
+    if device == "cpu" and size > memory:
+        raise CommandError(f"--cache {cache} is more than the {show_size(memory)} of memory that this machine has")
+    return size
+
+
+def _lowered_context(config: EngineConfig, max_context: int) -> str | None:
+    """What to say if the cache does not hold the context that was asked for, or that the model has."""
+    wanted = config.max_context or ModelConfig.read(Path(config.model)).max_positions
+    if max_context >= wanted:
+        return None
+    return f"the context is {max_context} tokens, which is what the cache holds; for {wanted} give a larger --cache"
 
 
 def run(
@@ -51,7 +67,7 @@ def run(
         keys = ApiKeys.parse(api_keys)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    cache_bytes = parse_size(cache) if cache is not None else None
+    cache_bytes = _cache_bytes(cache, settings["device"]) if cache is not None else None
     listener = listen(host, port, keys)
     config = shared(engine_config(model, cache_bytes=cache_bytes, **settings), shared_preambles)
     named = model is not None and not Path(model).expanduser().is_dir()
@@ -65,6 +81,9 @@ def run(
                 f"(engine {at.engine_s:.1f} s, chat format {at.format_s:.1f} s)",
                 markup=False,
             )
+            lowered = _lowered_context(config, at.info.max_context)
+            if lowered is not None:
+                console.print(lowered, markup=False)
 
         asyncio.run(
             serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from tokenspeed.cli.errors import CommandError
@@ -21,6 +22,11 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise CommandError(f"{text!r} is no size; write one like 512MiB or 2GiB")
     return size
+
+
+def memory_bytes() -> int:
+    """Of this machine, in all."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def show_size(size_bytes: float) -> str:
