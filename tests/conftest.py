@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,14 +100,17 @@ def _outcome(cell: str) -> Outcome:
     return Outcome(None, cell.startswith("merged"))
 
 
-SHAPES = Shapes(PAGE.read_text(encoding="utf-8"))
+@cache
+def read_shapes() -> Shapes:
+    return Shapes(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")
 def shapes() -> Shapes:
-    return SHAPES
+    return read_shapes()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "content_shape" in metafunc.fixturenames:
-        metafunc.parametrize("content_shape", SHAPES.contents, ids=range(len(SHAPES.contents)))
+        contents = read_shapes().contents
+        metafunc.parametrize("content_shape", contents, ids=range(len(contents)))
