@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenspeed.kernels.convolution import causal_conv_step
@@ -43,7 +44,7 @@ def delta_net_step(
     """
     _, value_heads, value_dim, _ = matrices.shape
     sizes = [conv_weight.shape[0], value_heads * value_dim, value_heads, value_heads]
-    qkv, z, b, a = projected.split(sizes, dim=-1)
+    qkv, z, b, a = torch.split(projected, sizes, dim=-1)
     qkv = causal_conv_step(qkv, conv_weight, windows, read_rows, write_rows)
     mixed = gated_delta_step(qkv, a, b, a_log, dt_bias, matrices, read_rows, write_rows)
-    return gated_rms_norm(mixed, z.unflatten(-1, (value_heads, value_dim)), norm_weight, eps).flatten(1)
+    return gated_rms_norm(mixed, z.reshape(-1, value_heads, value_dim), norm_weight, eps).flatten(1)

@@ -95,7 +95,7 @@ def _causal_conv_kernel(
     taps = ()
     for tap in tl.static_range(KEEP + 1):
         scale = tl.load(weight + channel * (KEEP + 1) + tap, mask=channel < CHANNELS, other=0.0)
-        taps = taps + (scale.to(tl.float32)[None, :],)  # noqa: RUF005
+        taps = taps + (scale.to(tl.float32)[None, :],)  # type: ignore[assignment]  # noqa: RUF005
     for first in range(begin, end, TILE):
         token = (first + tl.arange(0, TILE))[:, None]
         inside = (token < end) & alive

@@ -95,10 +95,12 @@ def gated_delta_prefill(
     initial = gather_rows(matrices, read_rows)  # no matrix is read after this
     states = qkv.new_empty(chunks, heads, value_dim, key_dim)
     corrections = qkv.new_empty(chunks, heads, value_dim, chunk)
+    if stores is not None and stores.rows.shape[0] == 0:
+        stores = None
     count = 0 if stores is None else stores.rows.shape[0]
     marks = starts.new_full((chunks if count else 1,), -1)
     kept = matrices.new_empty(count, heads, value_dim, key_dim)
-    if count:
+    if stores is not None:
         _mark_kernel[(count,)](starts, stores.sequences, stores.counts, marks, CHUNK=chunk)
     launch = {**sizes, **values, "num_warps": STATE_WARPS, "num_stages": STATE_STAGES}
     _state_kernel[(heads * blocks, sequences)](
@@ -113,10 +115,10 @@ def gated_delta_prefill(
         kept,
         write_rows,
         matrices,
-        MARKED=count > 0,
+        MARKED=stores is not None,
         **launch,
     )
-    if count:
+    if stores is not None:
         listed = (stores.sequences, stores.counts, stores.rows)
         _store_kernel[(heads * blocks, count)](qkv, starts, inverses, gates, marks, kept, *listed, matrices, **launch)
     values["VALUES"] = min(OUTPUT_VALUES, max(16, triton.next_power_of_2(value_dim)))

@@ -42,5 +42,5 @@ class DeltaNet:
         qkv, z, b, a = torch.split(projected, self.splits, dim=-1)
         qkv = ops.causal_conv_prefill(qkv, self.conv, windows, batch.starts, read, write, batch.stores)
         mixed = ops.gated_delta_prefill(qkv, a, b, *gates, matrices, batch.starts, read, write, batch.stores)
-        gated = ops.gated_rms_norm(mixed, z.unflatten(-1, self.value_shape), self.norm, self.eps)
+        gated = ops.gated_rms_norm(mixed, z.reshape(-1, *self.value_shape), self.norm, self.eps)
         return self.output(gated.flatten(1))
