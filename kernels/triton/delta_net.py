@@ -115,20 +115,27 @@ def _delta_net_step_kernel(
     scale = tl.load(norm_weight + value, mask=value_alive, other=0.0).to(tl.float32)
     pace, bias = tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
 
-    wait_for_previous(PDL)
-    release_next(PDL)
-    read, write = tl.load(read_rows + sequence), tl.load(write_rows + sequence)
+    # The state is older than the step, so it is on its way before the projection is there.
+    read = tl.load(read_rows + sequence, cache_modifier=".cg")
+    write = tl.load(write_rows + sequence, cache_modifier=".cg")
     known, kept = read != 0, write != 0
     column = tl.arange(0, PARTS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     place = (head * VALUE_DIM + value[:, None, None]) * KEY_DIM + column
     inside = value_alive[:, None, None] & (column < KEY_DIM)
-    matrix = tl.load(matrices + read * SIZE + place, mask=inside & known, other=0.0).to(tl.float32)
+    matrix = tl.load(matrices + read * SIZE + place, mask=inside & known, other=0.0, cache_modifier=".cg")
+    matrix = matrix.to(tl.float32)
+    old, new = windows + read * WINDOW, windows + write * WINDOW
+    q_past = _past(old, q_channel, key_alive & known, WIDTH, TAPS)
+    k_past = _past(old, k_channel, key_alive & known, WIDTH, TAPS)
+    v_past = _past(old, v_channel, value_alive & known, WIDTH, TAPS)
+    release_next(PDL)
+    wait_for_previous(PDL)
 
-    x, old, new = projected + sequence * STRIDE, windows + read * WINDOW, windows + write * WINDOW
+    x = projected + sequence * STRIDE
     kept_here = kept & (head % GROUP == 0)
-    q = _convolve(x, q_taps, old, new, q_channel, key_alive, known, kept_here, WIDTH, TAPS)
-    k = _convolve(x, k_taps, old, new, k_channel, key_alive, known, kept_here, WIDTH, TAPS)
-    v = _convolve(x, v_taps, old, new, v_channel, value_alive, known, kept, WIDTH, TAPS)
+    q = _convolve(x, q_taps, q_past, new, q_channel, key_alive, kept_here, WIDTH, TAPS)
+    k = _convolve(x, k_taps, k_past, new, k_channel, key_alive, kept_here, WIDTH, TAPS)
+    v = _convolve(x, v_taps, v_past, new, v_channel, value_alive, kept, WIDTH, TAPS)
     gate = tl.load(x + CHANNELS + head * VALUE_DIM + value, mask=value_alive, other=0.0).to(tl.float32)
     rates = x + CHANNELS + VALUE_HEADS * VALUE_DIM + head
     beta = sigmoid(tl.load(rates).to(tl.float32))
@@ -157,14 +164,21 @@ def _taps(weight, channel, alive, WIDTH: tl.constexpr, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _convolve(x, taps, old, new, channel, alive, known, kept, WIDTH: tl.constexpr, TAPS: tl.constexpr):
+def _past(window, channel, known, WIDTH: tl.constexpr, TAPS: tl.constexpr):
+    """A window's columns [channels, TAPS], oldest first, zero where not `known`."""
+    tap = tl.arange(0, TAPS)[None, :]
+    place = window + channel[:, None] * (WIDTH - 1) + tap
+    return tl.load(place, mask=known[:, None] & (tap < WIDTH - 1), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _convolve(x, taps, columns, new, channel, alive, kept, WIDTH: tl.constexpr, TAPS: tl.constexpr):
     """SiLU of the window's columns and the new one times `taps`; all but the oldest become the new window."""
     KEEP: tl.constexpr = WIDTH - 1
     past, last = taps
     tap = tl.arange(0, TAPS)[None, :]
     place = channel[:, None] * KEEP + tap
     inside = alive[:, None] & (tap < KEEP)
-    columns = tl.load(old + place, mask=inside & known, other=0.0)
     column = tl.load(x + channel, mask=alive, other=0.0)
     tl.store(new + place - 1, columns, mask=inside & (tap > 0) & kept)
     tl.store(new + channel * KEEP + KEEP - 1, column, mask=alive & kept)

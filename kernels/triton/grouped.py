@@ -43,11 +43,11 @@ class Tiling:
 
 TILINGS = (
     Tiling(16, Product(64, 128, 4, 3), Product(128, 128, 4, 3)),
-    Tiling(32, Product(64, 128, 4, 3), Product(128, 128, 4, 3)),
+    Tiling(32, Product(64, 64, 4, 4), Product(128, 64, 4, 4)),
     Tiling(64, Product(64, 64, 4, 4), Product(128, 64, 4, 4)),
     Tiling(128, Product(128, 64, 8, 4), Product(128, 64, 8, 3)),
 )
-TILE_ROOM = 1.5
+TILE_ROOM = 1.25
 """Places in a tile, at least, for each pair of an average expert: most experts should need one tile."""
 
 

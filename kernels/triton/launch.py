@@ -4,6 +4,10 @@ With programmatic dependent launch (Hopper and later) a kernel may start while i
 `release_next` early, so that the kernel behind it may start too, and reads or writes nothing that another kernel writes
 or reads before `wait_for_previous`; weights, which nobody writes, may be fetched before. A kernel launched so must call
 `wait_for_previous` on every path: what it leaves unwaited its successors would not wait for either.
+
+A decode step begins with a plain launch (`begin_step`) and another behind it (the embedding), so that all kernels after
+them find complete what earlier steps and `begin_step` wrote. That, too, may be fetched before the wait, but past the L1
+(`cache_modifier=".cg"`), which may remember an older step.
 """
 
 from __future__ import annotations

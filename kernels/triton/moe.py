@@ -12,7 +12,7 @@ from tokenspeed.kernels.triton.launch import chained, release_next, wait_for_pre
 
 STREAMED_TOKENS = 4
 """Up to so many tokens rarely share an expert: each streams its own. More are grouped by expert."""
-TILE = 8192
+TILE = 16384
 """Weight elements in a program of a streamed expert, about; all are in registers at once."""
 SWIGLU_COLUMNS = 1024
 
@@ -122,7 +122,7 @@ def _streamed_mixture(
 
 
 def _warps(elements: int) -> int:
-    return max(1, min(8, elements // 2048))
+    return max(1, min(8, elements // 4096))
 
 
 @triton.jit(do_not_specialize=["logits_stride"])

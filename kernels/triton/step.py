@@ -54,7 +54,7 @@ def begin_step(
         RING=ring.shape[1],
         PAGE_SIZE=page_size,
         BLOCK=TABLE_BLOCK,
-        **chained(places.device),
+        PDL=False,  # what was launched before a step has ended before any other kernel of it begins
     )
     return StepInputs(tokens, positions, lengths, page_table, kv_rows, read_rows, write_rows, following, live)
 

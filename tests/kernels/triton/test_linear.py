@@ -16,11 +16,11 @@ def rounding(device: torch.device) -> float:
     return 4e-3 if device.type == "cuda" else 1e-2
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 17, 64, 65])
-@pytest.mark.parametrize(("outputs", "depth"), [(7, 32), (96, 80), (40, 5000)])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17])
+@pytest.mark.parametrize(("outputs", "depth"), [(7, 32), (530, 80), (40, 9000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products(tokens: int, outputs: int, depth: int, dtype: torch.dtype, device: torch.device) -> None:
-    if depth > 1000 and tokens not in (1, 17):
+    if depth > 1000 and tokens not in (1, 16):
         pytest.skip("one token and several are enough of a deep product")
     wide = torch.randn(tokens, depth + 5, dtype=dtype, device=device)
     x = wide[:, 2 : depth + 2]
@@ -29,12 +29,12 @@ def test_products(tokens: int, outputs: int, depth: int, dtype: torch.dtype, dev
     for got in (kernels.linear(x, weight), kernels.vocabulary_logits(x, weight)):
         assert got.shape == (tokens, outputs)
         if tokens:
-            assert error(got, exact) < (1e-6 if dtype == torch.float32 else rounding(device))
+            assert error(got, exact) < (2e-6 if dtype == torch.float32 else rounding(device))
     assert kernels.vocabulary_logits(x, weight).dtype == torch.float32
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3])
-@pytest.mark.parametrize(("outputs", "hidden"), [(7, 32), (260, 80)])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17])
+@pytest.mark.parametrize(("outputs", "hidden"), [(7, 32), (530, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sum_norm_and_product(tokens: int, outputs: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     x, residual = torch.randn(2, tokens, hidden, dtype=dtype, device=device)
@@ -46,7 +46,7 @@ def test_sum_norm_and_product(tokens: int, outputs: int, hidden: int, dtype: tor
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
         if tokens:
-            assert error(ours, theirs) < (1e-6 if dtype == torch.float32 else rounding(device))
+            assert error(ours, theirs) < (2e-6 if dtype == torch.float32 else rounding(device))
     if dtype == torch.float32:
         assert torch.equal(got[2], expected[2])
 
