@@ -105,6 +105,7 @@ class Executor:
         finally:
             self._graphs = graphs
 
+    @torch.inference_mode()
     def replay_s(self, place: int, steps: int) -> float:
         """Seconds of a recorded decode step of one place, measured over `steps` of them."""
         assert self._graphs is not None
