@@ -273,7 +273,7 @@ class SessionHost:
     async def _order(self, command: TurnCreate, before: Defaults, head: Turn | None) -> tuple[TurnOrder, int | None]:
         """The turn that is asked for, and what it loses if it changes the defaults."""
         sampling = self._chat.sampling(command.sampling, before.sampling)
-        items = checked_input(command.input, head)
+        items = checked_input(command.input, head, command.generate)
         defaults = await self._chat.changed(before, instructions=command.instructions, tools=command.tools)
         lost = await self._lost(head, before, defaults) if defaults is not before else None
         prompt = await self._chat.prompt(defaults, head, items, command.generate)

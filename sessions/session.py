@@ -105,21 +105,21 @@ class Session:
         )
 
 
-def checked_input(given: str | list[InputItem], head: Turn | None) -> list[InputItem]:
+def checked_input(given: str | list[InputItem], head: Turn | None, generate: bool = True) -> list[InputItem]:
     """A turn's input as items, if it may follow `head`.
 
     Where the head ended in `tool_calls`, each of its calls wants one result in this input, beside which messages may
     stand; a user's message alone is refused, for the model would never learn what became of its calls. Calls of a
     turn that ended otherwise (cut, cancelled, unreadable) need not be answered; but the model tells results apart by
     their order, so a result wants those of all calls before its own. After a warm-up the input may be empty: its own
-    input is answered.
+    input is answered, if the turn is to generate.
 
     Raises:
         SessionError: `bad_request`, `unknown_call_id`, `missing_tool_result`.
     """
     items: list[InputItem] = [MessageItem("user", given)] if isinstance(given, str) else given
     check_number("the number of input items", len(items), MAX_ITEMS)
-    if given in ("", []) and head is not None and head.warmed:
+    if given in ("", []) and head is not None and head.warmed and generate:
         return []
     if not any(isinstance(item, FunctionCallOutputItem) or item.text for item in items):
         raise SessionError("bad_request", "the input is empty; a turn needs a message or a tool result")

@@ -62,9 +62,9 @@ class TurnCreate(msgspec.Struct, tag_field="type", tag="turn.create", omit_defau
 
     `tools` or `instructions` that differ from the session's are an update, for this turn and those to come; empty ones
     are none. `generate=False` is a warm-up: it computes the input, without the generation prompt, and the turn has no
-    output; what follows it may be empty, which only asks for the answer. `n` > 1, with `parent` alone, takes n turns
-    in n sessions; a seed counts up from one to the next. `expect_head`: refuse with `head_moved` if the session
-    stands elsewhere; `start` is no turn. `token_ids` asks for the turn's exact ids in `turn.ended`.
+    output; the input of a turn behind it may be empty, which only asks for the answer. `n` > 1, with `parent` alone,
+    takes n turns in n sessions; a seed counts up from one to the next. `expect_head`: refuse with `head_moved` if the
+    session stands elsewhere; `start` is no turn. `token_ids` asks for the turn's exact ids in `turn.ended`.
     """
 
     id: str

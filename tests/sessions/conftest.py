@@ -343,7 +343,7 @@ class Desk:
 def desk(directory: Path, tokenizer: ChatTokenizer) -> Callable[..., Desk]:
     """Makes a desk over a scripted engine, `desk(max_context=…, chunk=…)`, or over another, `desk(engine=…)`."""
 
-    def make(engine: Any = None, **options: Any) -> Desk:
+    def make(engine: Any = None, directory: Path = directory, **options: Any) -> Desk:
         return Desk(directory, tokenizer, engine or ScriptedEngine(**options))
 
     return make

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +90,12 @@ def test_every_sequence_is_rendered_merged_or_refused_as_written(
             start = "<|im_start|>system\nBe brief.<|im_end|>\n"
         good = {"calls": "12", "cut": "12", "warm-up": ""}.get(name, "U")
         seen = set()
-        for count, sequence in enumerate(sequences(shapes.letters, "U12" if name in ("calls", "cut") else "USA")):
+        for count, sequence in enumerate(sequences(shapes.letters, "UA12" if name in ("calls", "cut") else "USEA")):
             texts = ["" if letter == "E" else f"{letter}{at}" for at, letter in enumerate(sequence)]
             items = [place.item(*pair) for pair in zip(sequence, texts, strict=True)]
             outcome = shapes.outcome(name, sequence)
             seen.add(outcome)
-            generate = count % 3 == 0
+            generate = count % 3 == 0 or sequence == ""
             if outcome.error is not None:
                 turns = len(d.engine.generated)
                 with pytest.raises(SessionError) as caught:
@@ -101,7 +103,7 @@ def test_every_sequence_is_rendered_merged_or_refused_as_written(
                 assert (caught.value.status, caught.value.code) == outcome.error, sequence
                 record = await d.record(place.session)
                 assert (record.state, record.head, len(d.engine.generated)) == ("idle", place.head, turns), sequence
-                sequence, texts = good, list(good)
+                sequence, texts, generate = good, list(good), generate or good == ""
                 items = [place.item(*pair) for pair in zip(good, good, strict=True)]
             prompt = await place.prompt(items, generate)
             assert prompt[: len(past)] == past
@@ -110,6 +112,60 @@ def test_every_sequence_is_rendered_merged_or_refused_as_written(
         assert len(seen) >= 3, "the table says something else for every place"
 
     asyncio.run(test())
+
+
+def test_a_warm_up_of_nothing_is_refused(desk: Callable[..., Any]) -> None:
+    async def test() -> None:
+        place = await Place.reach(desk(), "warm-up")
+        for empty in ("", []):
+            with pytest.raises(SessionError, match="bad_request: the input is empty"):
+                await place.desk.begin(place.session, empty, generate=False)
+        assert (await place.desk.take(place.session, "", ANSWER)).status == "completed"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("reasoning", ["keep", "drop"])
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [
+        ("plainer.jinja", CALLS),
+        ("hermes.jinja", "\n</think>\n\n" + '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n' * 2),
+    ],
+)
+def test_other_templates_render_every_text_or_refuse(
+    desk: Callable[..., Any],
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    calls: str,
+    reasoning: str,
+) -> None:
+    monkeypatch.setitem(globals(), "CALLS", calls)
+    shutil.copytree(directory, tmp_path / "model")
+    shutil.copy(Path(__file__).parent / template, tmp_path / "model" / "chat_template.jinja")
+
+    async def test(name: str) -> None:
+        d = desk(directory=tmp_path / "model")
+        place = await Place.reach(d, name, reasoning=reasoning)
+        statuses = []
+        for count, sequence in enumerate(sequences("UESDA12X", "")):
+            if len(sequence) > 2:
+                break
+            texts = ["" if letter == "E" else f"{letter}{at}" for at, letter in enumerate(sequence)]
+            items = [place.item(*pair) for pair in zip(sequence, texts, strict=True)]
+            try:
+                prompt = d.tokenizer.decode(await place.prompt(items, count % 2 == 0))
+                assert all(text in prompt for text in texts), sequence
+                statuses.append(200)
+            except SessionError as error:
+                d.engine.scripts.clear()
+                statuses.append(error.status)
+        assert set(statuses) == {200, 400}
+
+    for name in PLACES:
+        asyncio.run(test(name))
 
 
 def test_the_tables_know_every_place_and_letter(shapes: Any) -> None:
