@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,7 @@ class DecodeBench:
         self.driver.finish()
         if turn.usage.computed != length:
             raise BenchError(f"a prompt of {length} tokens computed {turn.usage.computed}")
+        self.driver.release(turn)
         return turn.ttft_s, turn
 
     def next_turn(self, length: int, new: int, times: int = 3) -> tuple[float, int]:
@@ -101,59 +102,85 @@ class DecodeBench:
         return sorted(turn.ttft_s for turn in turns)[times // 2], max(turn.usage.computed for turn in turns)
 
     def decode(self, contexts: Sequence[int], tokens: int) -> DecodeFigures:
-        """`tokens` steps of sequences that begin with contexts of these lengths, after their prefill."""
+        """At least `tokens` steps of sequences that begin with contexts of these lengths, after their prefill.
+
+        Raises:
+            BenchError: a turn failed, or `tokens` are too few to leave out the first and the last steps.
+        """
         driver, core = self.driver, self.core
+        # While the last context is computed, sequences that are ready take their steps.
+        early = sum(contexts) // core.limits.prefill_chunk + 8
         turns = [
-            driver.submit(self.ids(length), tokens + 8, tenant=f"decode {index}")
+            driver.submit(self.ids(length), tokens + early, tenant=f"decode {index}")
             for index, length in enumerate(contexts)
         ]
         with _experts_counted(core) as counted:
             while any(len(turn.tokens) < 4 for turn in turns):
-                self._tick()
-        steps, cpu = [], []
+                driver.step()
+        steps, cpu, lengths = [], [], []
         last = time.perf_counter()
         while core.busy:
             waited = core.waited_s
             running = all(turn.ended == 0 for turn in turns)
-            self._tick()
+            driver.step()
             now = time.perf_counter()
             if running:
                 steps.append(now - last)
                 cpu.append(now - last - (core.waited_s - waited))
+                lengths.append([length + len(turn.tokens) for length, turn in zip(contexts, turns, strict=True)])
             last = now
-        steps, cpu = steps[2:-4], cpu[2:-4]
         driver.release(*turns)
-        middle = [length + tokens // 2 for length in contexts]
-        total = step_bytes(core.executor.model, core.executor.pages.geometry, middle, round(sum(counted)))
+        steps, cpu, lengths = steps[2:-4], cpu[2:-4], lengths[2:-4]
+        if not steps:
+            raise BenchError(f"{tokens} tokens are too few steps to time")
+        middle = lengths[len(lengths) // 2]
+        total = step_bytes(core.executor.model, core.executor.pages.geometry, middle, sum(counted))
         # Of the window in which all ran, not of single steps: what a step puts off another pays for.
         per_s = len(contexts) * len(steps) / sum(steps)
-        layers = len(core.executor.model.layers)
         return DecodeFigures(
             tokens_per_s=per_s,
             bound=len(contexts) * self.bandwidth / total,
-            experts=sum(counted) / layers,
+            experts=sum(counted) / len(core.executor.model.layers),
             step_s=float(np.median(steps)),
             cpu_s=float(np.median(cpu)),
         )
 
-    def _tick(self) -> None:
-        events = self.core.step()
-        now = time.perf_counter()
-        for event in events:
-            self.driver.take(event, now)
-
-    def replays(self, context: int, steps: int) -> float:
-        """Seconds of a decode step at a context that was never computed: the recorded step of one place is replayed
-        over a page table of arbitrary pages. Leaves the engine unusable."""
+    @torch.inference_mode()
+    def stage(self, context: int, steps: int) -> None:
+        """Make place 0 a sequence of `context` tokens that were never computed, on a page table of arbitrary pages full
+        of random numbers, to be replayed for `steps` steps. What the engine had cached is lost."""
         executor = self.core.executor
-        channel = executor.channel
-        pages = executor.pages.pages
-        needed = -(-(context + steps) // channel.page_size)
-        channel.table[0, :needed] = torch.randint(1, pages, (needed,), device=channel.table.device)
+        channel, rows = executor.channel, executor.rows
+        needed = -(-(context + steps + 1) // channel.page_size)
+        if needed > channel.table.shape[1]:
+            room = channel.table.shape[1] * channel.page_size
+            raise BenchError(f"{context} tokens and {steps} steps do not fit into a page table of {room} tokens")
+        for tensor in (*executor.pages.k, *executor.pages.v):
+            tensor.normal_()
+        for tensor in (*rows.conv, *rows.matrix, rows.hidden):
+            tensor.zero_()
+        channel.table[0, :needed] = torch.randint(1, executor.pages.pages, (needed,), device=channel.table.device)
+        channel.ring[0] = torch.arange(1, channel.ring.shape[1] + 1)
+        channel.at[0], channel.token[0], channel.stop_ids[0] = 0, 0, -1
         channel.length[0], channel.finished[0], channel.limit[0] = context, False, 1 << 40
-        for tensor in (*executor.pages.k, *executor.pages.v, *executor.rows.conv, *executor.rows.matrix):
-            tensor.nan_to_num_(0.1)
-        return executor.replay_s(0, steps)
+
+    @torch.inference_mode()
+    def replays(self, context: int, steps: int) -> float:
+        """Seconds of a decode step at a context that was never computed (`stage`): the recorded step of one place is
+        replayed. Leaves the engine unusable for turns. Raises BenchError if a step went wrong."""
+        self.stage(context, steps)
+        channel = self.core.executor.channel
+        seconds = self.core.executor.replay_s(0, steps)
+        grown = int(channel.length[0]) - context
+        if bool(channel.finished[0]) or grown != steps + 1:
+            raise BenchError(f"{steps + 1} steps were replayed, and the sequence has grown by {grown} tokens")
+        return seconds
+
+    def step_bound_s(self, context: int) -> float:
+        """Seconds that the bytes of a step of one sequence at `context` tokens take at least."""
+        executor = self.core.executor
+        experts = executor.model.config.experts_per_token * len(executor.model.layers)
+        return step_bytes(executor.model, executor.pages.geometry, [context], experts) / self.bandwidth
 
 
 @contextmanager
@@ -165,8 +192,8 @@ def _experts_counted(core: EngineCore) -> Iterator[list[int]]:
     seen: list[Any] = []
     counted: list[int] = []
 
-    def counting(logits: Any, count: int) -> Any:
-        weights, experts = route(logits, count)
+    def counting(logits: Any, experts_per_token: int, *rest: Any) -> Any:
+        weights, experts = route(logits, experts_per_token, *rest)
         seen.append(experts)
         return weights, experts
 
@@ -180,8 +207,19 @@ def _experts_counted(core: EngineCore) -> Iterator[list[int]]:
         counted += [int(experts.unique().numel()) for experts in seen[-layers:]]
 
 
-def breakdown(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel takes of a step. `launches`: how many. `us`: microseconds of all of them. `us_each`: median."""
+
+    name: str
+    launches: float
+    us: float
+    us_each: float
+
+
+def breakdown(run: Callable[[], object], steps: int) -> list[Kernel]:
     """GPU time by kernel of `steps` steps that `run` makes, per step, the longest first."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -189,12 +227,14 @@ def breakdown(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
+    on_gpu = (event for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    return by_kernel(((event.name, event.device_time) for event in on_gpu), steps)
+
+
+def by_kernel(launches: Iterable[tuple[str, float]], steps: int) -> list[Kernel]:
+    """Launches (kernel, microseconds) that `steps` steps made, summed up by kernel, the longest first."""
     spent: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spent[event.name].append(event.device_time)
-    rows = [
-        {"kernel": name, "launches": len(times) / steps, "us": sum(times) / steps, "us_each": float(np.median(times))}
-        for name, times in spent.items()
-    ]
-    return sorted(rows, key=lambda row: -row["us"])
+    for name, time_us in launches:
+        spent[name].append(time_us)
+    kernels = [Kernel(name, len(us) / steps, sum(us) / steps, float(np.median(us))) for name, us in spent.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.us)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.engine.core import EngineCore
-from tokenspeed.engine.messages import Ended, EngineEvent, Generate, Rejected, Release, Started, Tokens, TurnUsage
+from tokenspeed.engine.messages import Ended, EngineEvent, Generate, Rejected, Release, Tokens, TurnUsage
 
 
 class BenchError(RuntimeError):
@@ -76,20 +76,24 @@ class Driver:
         return turn
 
     def release(self, *turns: Timed) -> None:
+        """Forget turns that have ended, and finish what runs."""
         self.core.submit(Release([turn.name for turn in turns]))
-        while self.core.busy:
-            self.core.step()
+        self.finish()
 
     def finish(self) -> None:
         """Run until every turn has ended. Raises BenchError if one was refused or failed."""
         while self.core.busy:
-            events = self.core.step()
-            now = time.perf_counter()
-            for event in events:
-                self.take(event, now)
+            self.step()
 
-    def take(self, event: EngineEvent, now: float) -> None:
-        """Note an event that became known at `now`."""
+    def step(self) -> list[Timed]:
+        """One tick; the turns that it ended. Raises BenchError if one was refused or failed."""
+        events = self.core.step()
+        now = time.perf_counter()
+        ended = (self._take(event, now) for event in events)
+        return [turn for turn in ended if turn is not None]
+
+    def _take(self, event: EngineEvent, now: float) -> Timed | None:
+        """Note an event that became known at `now`; the turn if it is its last."""
         turn = self._running[event.turn]
         if isinstance(event, Rejected):
             raise BenchError(f"a turn was refused: {event.message}")
@@ -102,5 +106,5 @@ class Driver:
             del self._running[event.turn]
             if event.reason != "length":
                 raise BenchError(f"a turn ended by {event.reason}: {event.message}")
-        else:
-            assert not isinstance(event, Started) or event.turn == turn.name
+            return turn
+        return None

@@ -17,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(no_args_is_help=True, help="Measure an engine or a server, beside what the machine allows.")
+app.add_typer(bench, name="bench")
 
 
 class Dtype(enum.StrEnum):
@@ -29,6 +31,12 @@ class Dtype(enum.StrEnum):
 class LoadFormat(enum.StrEnum):
     auto = "auto"
     dummy = "dummy"
+
+
+class Api(enum.StrEnum):
+    native = "native"
+    chat = "chat"
+    responses = "responses"
 
 
 class LogLevel(enum.StrEnum):
@@ -58,6 +66,7 @@ MaxContext = Annotated[
 MaxSequences = Annotated[int, typer.Option(min=1, help="Turns that run side by side.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
 ApiKey = Annotated[str | None, typer.Option(help="The key to that server; else TOKENSPEED_API_KEY.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the figures as JSON.")]
 
 
 def _version(wanted: bool) -> None:
@@ -185,6 +194,79 @@ def doctor(device: Device = "cpu", dtype: DtypeOption = Dtype.auto) -> None:
     from tokenspeed.cli import doctor as command
 
     command.run(device=device, dtype=dtype.value)
+
+
+@bench.command("decode")
+def bench_decode(
+    model: Model = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before the first step; may be repeated; 1000 if left out.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="Steps to time.")] = 64,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    cache: Cache = None,
+    threads: Threads = 0,
+    output: Output = None,
+) -> None:
+    """Time decode steps, beside the bytes that they must read at the rate of this machine's memory."""
+    from tokenspeed.cli import bench as command
+    from tokenspeed.cli.sizes import parse_size
+
+    command.decode(
+        model,
+        contexts=context or [1000],
+        batch=batch,
+        tokens=tokens,
+        output=output,
+        device=device,
+        dtype=dtype.value,
+        load_format=load_format.value,
+        cache=None if cache is None else parse_size(cache),
+        threads=threads,
+    )
+
+
+@bench.command("agentic")
+def bench_agentic(
+    model: Model = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already; MODEL is then its name of the model.")
+    ] = None,
+    api: Annotated[Api, typer.Option(help="What that server speaks.")] = Api.native,
+    api_key: ApiKey = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the first turn.")] = 50_000,
+    turns: Annotated[int, typer.Option(min=1, help="Of a conversation.")] = 12,
+    new: Annotated[int, typer.Option(min=1, help="Tokens that each later turn adds.")] = 800,
+    generate: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 500,
+    conversations: Annotated[int, typer.Option(min=1, help="Side by side.")] = 1,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    cache: Cache = None,
+    threads: Threads = 0,
+    output: Output = None,
+) -> None:
+    """Take the turns of an agent over one long context, and say what of them came from the cache."""
+    from tokenspeed.bench.agentic import Workload
+    from tokenspeed.cli import bench as command
+    from tokenspeed.cli.sizes import parse_size
+
+    command.agentic(
+        model,
+        workload=Workload(context, turns, new, generate, conversations),
+        url=url,
+        api=api.value,
+        api_key=api_key,
+        output=output,
+        device=device,
+        dtype=dtype.value,
+        load_format=load_format.value,
+        cache=None if cache is None else parse_size(cache),
+        threads=threads,
+    )
 
 
 def run() -> None:
