@@ -94,13 +94,15 @@ class Target(Protocol):
 
     Attributes:
         cache_at_start: in words, why nothing of a conversation is cached when it begins.
-        slack: tokens by which a turn's prompt may differ from what was asked for; 0 where ids are sent.
         shared: tokens that stand before the contents of every first turn, which the cache may hold.
     """
 
     cache_at_start: str
-    slack: int
     shared: int
+
+    def slack(self, generate: int) -> int:
+        """Tokens by which a turn's prompt may differ from its history and what was asked for, behind an answer of
+        `generate` tokens; 0 where ids are sent."""
 
     def converse(self, scripts: Sequence[Script]) -> None:
         """Take the turns of conversations side by side, to their ends. Raises BenchError where one fails."""
@@ -247,12 +249,12 @@ def _conversation(target: Target, workload: Workload, number: int, rows: list[Ro
 
 
 def _problems(row: Row, asked: int, workload: Workload, target: Target) -> Generator[str, None, None]:
-    answer = row.answer
-    if abs(row.new - asked) > target.slack:
+    answer, slack = row.answer, target.slack(workload.generate)
+    if abs(row.new - asked) > slack:
         history = answer.prompt - row.new
         yield (
             f"the prompt has {answer.prompt} tokens; its history of {history} and {asked} new ones make "
-            f"{history + asked}, give or take {target.slack}"
+            f"{history + asked}, give or take {slack}"
         )
     if answer.reused is not None and answer.computed is not None and answer.reused + answer.computed != answer.prompt:
         yield f"{answer.reused} reused tokens and {answer.computed} computed ones are not the prompt's {answer.prompt}"

@@ -160,7 +160,7 @@ class DecodeBench:
         for tensor in (*rows.conv, *rows.matrix, rows.hidden):
             tensor.zero_()
         channel.table[0, :needed] = torch.randint(1, executor.pages.pages, (needed,), device=channel.table.device)
-        channel.ring[0] = torch.arange(1, channel.ring.shape[1] + 1)
+        channel.ring[0] = torch.arange(1, channel.ring.shape[1] + 1, device=channel.ring.device)
         channel.at[0], channel.token[0], channel.stop_ids[0] = 0, 0, -1
         channel.length[0], channel.finished[0], channel.limit[0] = context, False, 1 << 40
 

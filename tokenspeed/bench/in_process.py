@@ -16,13 +16,15 @@ class EngineTarget:
     """Takes turns with an engine core, on random token ids. Every conversation has a tenant of its own."""
 
     cache_at_start = "nothing is shared: each conversation is a tenant of its own"
-    slack = 0
     shared = 0
 
     def __init__(self, core: EngineCore) -> None:
         self._driver = Driver(core)
         self._vocabulary = core.info.vocab_size
         self._tenants = (f"conversation {number}" for number in count())
+
+    def slack(self, generate: int) -> int:
+        return 0
 
     def converse(self, scripts: Sequence[Script]) -> None:
         driver = self._driver

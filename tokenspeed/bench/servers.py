@@ -29,10 +29,10 @@ PROBES = (100, 200)
 """Digits of the two turns that tell what a digit costs."""
 COINCIDENCE = 16
 """Tokens of digits that two contents may begin with alike."""
-TEMPLATE = 64
+TEMPLATE = 32
 """Tokens that a template may put around a later turn more, or less, than around a first one."""
-READ_AGAIN = 128
-"""Tokens by which an answer may differ from itself where a server reads it again as text."""
+READ_AGAIN = 0.25
+"""Part of an answer's tokens by which it may differ where a server reads it again as text."""
 
 
 class Talk(Protocol):
@@ -68,8 +68,11 @@ class ServerTarget:
         around = few - PROBES[0] * self._per_digit
         self._around = around
         self.shared = round(around) + COINCIDENCE
-        self.slack = round(around) + TEMPLATE + (0 if connection.exact else READ_AGAIN)
         self._failed = threading.Event()
+
+    def slack(self, generate: int) -> int:
+        read_again = 0.0 if self._connection.exact else READ_AGAIN * generate
+        return round(self._around + TEMPLATE + read_again)
 
     def converse(self, scripts: Sequence[Script]) -> None:
         with ThreadPoolExecutor(len(scripts)) as pool:

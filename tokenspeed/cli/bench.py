@@ -128,7 +128,12 @@ def agentic(
     for line in summary(report):
         console.print(line, markup=False)
     if output is not None:
-        _write(output, {"target": about, **report.as_dict()})
+        content = {"target": about, **report.as_dict()}
+        if bench is not None and workload.conversations == 1:
+            content["read_bandwidth"] = bench.bandwidth
+            for row, shown in zip(report.rows, content["rows"], strict=True):
+                shown["tokens_per_s_bound"] = _bound_per_s(bench, row)
+        _write(output, content)
 
 
 def agentic_table(report: Report, bench: DecodeBench | None = None) -> Table:
@@ -153,7 +158,7 @@ def agentic_table(report: Report, bench: DecodeBench | None = None) -> Table:
             _median(rows, lambda row: row.answer.ttft_s * 1e3, 1),
             _median(rows, lambda row: row.answer.itl_s and row.answer.itl_s * 1e3, 2),
             _median(rows, lambda row: row.answer.tokens_per_s, 1),
-            *([] if bench is None else [f"{1 / bench.step_bound_s(answer.prompt + answer.output // 2):,.1f}"]),
+            *([] if bench is None else [f"{_bound_per_s(bench, first):,.1f}"]),
         )
     return table
 
@@ -170,6 +175,11 @@ def summary(report: Report) -> Iterator[str]:
     if report.tokens_per_s is not None:
         yield f"a conversation that generates: {report.tokens_per_s:,.1f} tokens/s"
     yield f"all together, prefills included: {report.total_per_s:,.1f} tokens/s over {report.seconds:.1f} s"
+
+
+def _bound_per_s(bench: DecodeBench, row: Row) -> float:
+    """Tokens a second, half-way through the answer."""
+    return 1 / bench.step_bound_s(row.answer.prompt + row.answer.output // 2)
 
 
 def _median(rows: Sequence[Row], of: Callable[[Row], float | None], digits: int) -> str:
