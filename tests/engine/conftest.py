@@ -74,13 +74,14 @@ class Lab:
         marks: tuple[int, ...] = (),
         tenant: str = "t",
         sample: bool = True,
+        lockstep: bool = False,
     ) -> str:
         self._turns += 1
         turn = f"turn{self._turns}"
         base = self.known[parent] if parent is not None else []
         self.known[turn] = (base if keep is None else base[:keep]) + tokens
         ids = np.asarray(tokens, "<i4").tobytes()
-        self.core.submit(Generate(turn, tenant, ids, params, parent, keep, marks, sample))
+        self.core.submit(Generate(turn, tenant, ids, params, parent, keep, marks, sample, lockstep))
         return turn
 
     def tick(self) -> list[EngineEvent]:

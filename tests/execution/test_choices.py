@@ -67,6 +67,23 @@ def test_a_place_starts_over() -> None:
     assert int(made.options.counts[1].sum()) == 4  # nobody counts where nothing looks
 
 
+def test_a_mask_holds_until_it_is_lifted_or_the_place_starts_over() -> None:
+    made = choices()
+    flat = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    made.allow(1, ids(0b00010110))
+    assert [token(made, 1, position, flat) for position in (1, 2)] == [4, 4]
+    assert token(made, 0, 1, flat) == 7
+    made.allow(1, ids(0b00000010))
+    assert token(made, 1, 3, flat) == 1
+    made.allow(1, b"")
+    assert token(made, 1, 4, flat) == 7
+    made.allow(1, ids(0b00000010))
+    made.admit(1, OFF)
+    assert token(made, 1, 4, flat) == 7
+    made.allow(1, ids(0))
+    assert token(made, 1, 4, flat) == -1, "with nothing allowed there is no valid token"
+
+
 def test_forced_ids_end_with_the_context() -> None:
     made = choices()
     made.admit(0, choice(forced_from=11, forced=ids(3, 4, 5)))

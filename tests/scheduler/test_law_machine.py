@@ -18,9 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.scheduler.limits import Limits
-from tokenspeed.scheduler.messages import Cancel, Ended, Generate, Rejected, Release, Stand, Started, Tokens
+from tokenspeed.scheduler.messages import Allow, Cancel, Ended, Generate, Rejected, Release, Stand, Started, Tokens
 from tokenspeed.scheduler.plan import LogEntry, Plan, Sampled
 from tokenspeed.scheduler.scheduler import Scheduler
+from tokenspeed.scheduler.turns import Decoding
 
 VOCABULARY = 5
 STOP = 4
@@ -30,8 +31,22 @@ def digest(ids: tuple[int, ...]) -> int:
     return hash(("state", ids))
 
 
-def next_token(ids: tuple[int, ...]) -> int:
-    return digest(ids) % VOCABULARY
+EVERYTHING = (1 << VOCABULARY) - 1
+
+
+def next_token(ids: tuple[int, ...], mask: int = EVERYTHING) -> int:
+    """The token after some ids, of those in `mask` (a bit for each)."""
+    allowed = [token for token in range(VOCABULARY) if mask >> token & 1]
+    return allowed[digest(ids) % len(allowed)]
+
+
+def guided(name: str, outputs: int) -> int:
+    """What the token number `outputs` of a turn in lockstep may be; now and then anything."""
+    return hash((name, outputs)) % EVERYTHING + 1
+
+
+def packed(mask: int) -> bytes:
+    return b"" if mask == EVERYTHING else mask.to_bytes(4, "little")
 
 
 @dataclass
@@ -44,6 +59,7 @@ class Place:
     finished: bool = True
     stop_ids: list[int] = field(default_factory=list)
     limit: int = 0
+    mask: int = EVERYTHING
     table: dict[int, int] = field(default_factory=dict)
 
 
@@ -64,6 +80,8 @@ class LabelDevice:
             self.places[admit.place] = Place(
                 admit.run, ring=admit.ring, finished=False, stop_ids=admit.stop_ids, limit=admit.limit
             )
+        for index, mask in plan.masks:
+            self.places[index].mask = int.from_bytes(mask, "little") or EVERYTHING
         for index, page_index, page in plan.table:
             self.places[index].table[page_index] = page
         results = []
@@ -120,7 +138,7 @@ class LabelDevice:
             assert self.kv[page][position % self.size] == digest(place.ids[: position + 1]), "foreign or stale KV"
 
     def _sample(self, place: Place, decoded: bool) -> Sampled:
-        place.token = next_token(place.ids)
+        place.token = next_token(place.ids, place.mask)
         place.finished = place.token in place.stop_ids or len(place.ids) + 1 >= place.limit
         return Sampled(place.run, place.token, True, decoded)
 
@@ -162,7 +180,7 @@ class LawMachine(RuleBasedStateMachine):
         self.device = LabelDevice(self.limits)
         self.device.expected = {}
         self.flight: deque[list[Sampled]] = deque()
-        self.commands: list[Generate | Cancel | Release | Stand] = []
+        self.commands: list[Generate | Cancel | Release | Stand | Allow] = []
         self.log: list[tuple[LogEntry, bytes]] = []
         self.names = 0
         self.prompts: dict[str, tuple[str, list[int]]] = {}
@@ -170,6 +188,7 @@ class LawMachine(RuleBasedStateMachine):
         self.started: dict[str, Started] = {}
         self.ended: dict[str, tuple[str, list[int]]] = {}
         self.standing: list[str] = []
+        self.lockstep: set[str] = set()
 
     @rule(
         tenant=st.sampled_from("ab"),
@@ -181,8 +200,9 @@ class LawMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         sample=st.integers(0, 5),
         alike=st.integers(1, 3),
+        lockstep=st.booleans(),
     )
-    def turn(self, tenant, tokens, parent, keep, marks, most, stop, sample, alike) -> None:  # type: ignore[no-untyped-def]
+    def turn(self, tenant, tokens, parent, keep, marks, most, stop, sample, alike, lockstep) -> None:  # type: ignore[no-untyped-def]
         candidates = [name for name, (owner, _) in self.ended.items() if owner == tenant]
         above = candidates[parent % len(candidates)] if candidates and parent > 10 else None
         base = self.ended[above][1] if above is not None else []
@@ -201,10 +221,14 @@ class LawMachine(RuleBasedStateMachine):
                 cut,
                 tuple(sorted(mark for mark in marks if mark <= len(prompt))),
                 sample > 0,
+                lockstep,
             )
             self.prompts[name] = (tenant, prompt + [branch] * (alike > 1))
             self.outputs[name] = []
             self.commands.append(command)
+            if lockstep:
+                self.lockstep.add(name)
+                self.commands.append(Allow(name, packed(guided(name, 0))))
 
     @rule(which=st.integers(0, 99), off=st.integers(0, 99))
     def stand(self, which: int, off: int) -> None:
@@ -249,9 +273,12 @@ class LawMachine(RuleBasedStateMachine):
 
     def tick(self) -> None:
         results = self.flight.popleft() if len(self.flight) > self.limits.depth else []
+        for name, _ in self.scheduler.seen_in_lockstep(results):
+            self.commands.append(Allow(name, packed(guided(name, len(self.outputs[name]) + 1))))
         entry = LogEntry(len(self.log), float(len(self.log)), self.commands, results)
         self.commands = []
         plan = self.scheduler.tick(entry)
+        self.check_steps()
         self.log.append((entry, msgspec.msgpack.encode(plan)))
         for state in self.scheduler.running.values():
             self.device.expected[state.run] = state.turn.all_ids().tolist()
@@ -261,13 +288,22 @@ class LawMachine(RuleBasedStateMachine):
         self.scheduler.cache.check()
         assert len(self.scheduler._places) + len(self.scheduler.running) == self.limits.max_sequences
 
+    def check_steps(self) -> None:
+        """A turn in lockstep has one token on its way at most."""
+        for state in self.scheduler.running.values():
+            if isinstance(state, Decoding):
+                on_their_way = state.enqueued + 1 - state.seen
+                assert on_their_way <= (1 if state.turn.lockstep else self.limits.depth + 1)
+
     def take(self, event) -> None:  # type: ignore[no-untyped-def]
         if isinstance(event, Tokens):
             self.outputs[event.turn].extend(event.tokens)
             tenant, prompt = self.prompts[event.turn]
             ids = prompt + self.outputs[event.turn]
             for position in range(len(prompt), len(ids)):
-                assert ids[position] == next_token(tuple(ids[:position]))
+                lockstep = event.turn in self.lockstep
+                mask = guided(event.turn, position - len(prompt)) if lockstep else EVERYTHING
+                assert ids[position] == next_token(tuple(ids[:position]), mask)
         elif isinstance(event, Started):
             assert event.prompt == event.reused + event.to_compute == len(self.prompts[event.turn][1])
             self.started[event.turn] = event

@@ -15,7 +15,7 @@ from tokenspeed.cache.prefix_cache import SHARED
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.sampling import SamplingParams
 from tokenspeed.engine.memory import cache_bytes, divide, torch_dtype, usable_device
-from tokenspeed.engine.messages import EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate, Rejected
+from tokenspeed.engine.messages import Allow, EngineCommand, EngineEvent, EngineInfo, EngineStats, Generate, Rejected
 from tokenspeed.engine.startup import Startup
 from tokenspeed.engine.vocabulary import token_bytes
 from tokenspeed.execution.channel import StepChannel
@@ -31,6 +31,10 @@ from tokenspeed.scheduler.limits import Limits
 from tokenspeed.scheduler.plan import LogEntry, Plan
 from tokenspeed.scheduler.scheduler import Scheduler
 
+Guide = Callable[[str, int | None], bytes | None]
+"""Of a turn in lockstep and its newest token (None: it has none yet) the mask, of `Allow`, of the ids that may follow;
+None: any."""
+
 Progress = Callable[[str, int, int], None]
 """What is done at the moment, how much of it, of how much."""
 
@@ -44,6 +48,7 @@ class EngineCore:
         limits: what the scheduler works within.
         info: what is served.
         on_tick: called with every log entry and its plan.
+        guide: asked what the next token of each turn in lockstep may be; None: anything.
         waited_s: how long `step` has waited for the device, all in all.
     """
 
@@ -113,11 +118,13 @@ class EngineCore:
             startup_s=startup.seconds,
         )
         self.on_tick = on_tick
+        self.guide: Guide | None = None
+        self._mask_bytes = 4 * (-(-shape.vocabulary // 32))
         self._clock = clock
         self._depth = steps.depth
         self._ticks = 0
         self.waited_s = 0.0
-        self._commands: list[EngineCommand] = []
+        self._commands: list[EngineCommand | Allow] = []
         self._in_flight: deque[Step] = deque()
         self._share(config.shared_prefixes)
 
@@ -141,6 +148,8 @@ class EngineCore:
             sampling = msgspec.structs.replace(command.sampling, seed=secrets.randbits(64))
             command = msgspec.structs.replace(command, sampling=sampling)
         self._commands.append(command)
+        if isinstance(command, Generate) and command.lockstep:
+            self._guide(command.turn, None)
 
     def step(self) -> list[EngineEvent]:
         """One tick: read the result that is `depth` steps late, plan, launch. Returns what became known."""
@@ -148,6 +157,8 @@ class EngineCore:
         begun = time.perf_counter()
         results = self._in_flight.popleft().result() if ready else []
         self.waited_s += time.perf_counter() - begun
+        for turn, token in self.scheduler.seen_in_lockstep(results):
+            self._guide(turn, token)
         entry = LogEntry(self._ticks, self._clock(), self._commands, results)
         self._ticks += 1
         self._commands = []
@@ -156,6 +167,15 @@ class EngineCore:
         if self.on_tick is not None:
             self.on_tick(entry, plan)
         return plan.events
+
+    def _guide(self, turn: str, token: int | None) -> None:
+        """Put into the next entry what a turn may go on with. Raises ValueError for a mask of the wrong size."""
+        if self.guide is None:
+            return
+        mask = self.guide(turn, token) or b""
+        if len(mask) not in (0, self._mask_bytes):
+            raise ValueError(f"the mask of turn {turn!r} has {len(mask)} bytes; {self._mask_bytes} are needed")
+        self._commands.append(Allow(turn, mask))
 
     def residency(self, turns: list[str]) -> list[int]:
         """For each lineage, the length whose state is kept; 0 for unknown ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tokenspeed.scheduler.messages import (
+    Allow,
     Cancel,
     Ended,
     EndReason,
@@ -23,6 +24,7 @@ from tokenspeed.scheduler.messages import (
 )
 
 __all__ = [
+    "Allow",
     "Cancel",
     "EndReason",
     "Ended",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokenspeed.execution.staging import Staging
 from tokenspeed.kernels.registry import Operators
-from tokenspeed.kernels.sampling import Chosen, SamplingOptions, pack_scalars
+from tokenspeed.kernels.sampling import Chosen, SamplingOptions, Word, pack_scalars
 from tokenspeed.scheduler.plan import Choice
 
 
@@ -56,6 +56,12 @@ class Choices:
             self._adjust(place, choice)
         if self.options.forced is not None:
             self._force(self.options.forced[place], place, choice)
+
+    def allow(self, place: int, mask: bytes) -> None:
+        """From the next step on the turn in a place may only choose ids of a mask (of `Allow`); empty: all ids."""
+        if mask:
+            self.options.allowed[place] = self._ids(mask)
+        self.options.scalars.view(torch.int32)[place, Word.MASKED] = int(bool(mask))
 
     def _adjust(self, place: int, choice: Choice) -> None:
         in_prompt, counts, bias = (

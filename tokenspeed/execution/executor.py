@@ -165,6 +165,8 @@ class Executor:
             self.pages.copy(sources, targets)
         if plan.admits:
             channel.admit(plan.admits)
+        for place, mask in plan.masks:
+            channel.choices.allow(place, mask)
         if plan.table:
             channel.put_pages(plan.table)
         draws = []

@@ -24,6 +24,8 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
         keep: how many of the parent's ids the prompt begins with; None is all of them.
         sample: False only computes the prompt (a warm-up): the turn ends with no output.
         marks: ascending prompt positions (lengths) whose state is kept as a checkpoint: preamble end, input end.
+        lockstep: a token is chosen only once the one before has been seen, so that `Allow` can say what it may be. The
+            turn then has one step in flight and takes every (depth + 1)th; its neighbours take each.
     """
 
     turn: str
@@ -34,6 +36,7 @@ class Generate(msgspec.Struct, tag="generate", omit_defaults=True):
     keep: int | None = None
     marks: tuple[int, ...] = ()
     sample: bool = True
+    lockstep: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
@@ -59,6 +62,19 @@ class Stand(msgspec.Struct, tag="stand"):
 
 
 EngineCommand = Generate | Cancel | Release | Stand
+
+
+class Allow(msgspec.Struct, tag="allow", omit_defaults=True):
+    """What the next tokens of a turn in lockstep may be, until told otherwise. It comes with the result that holds the
+    token before, or with the turn itself; so no client can send it, the core alone. Unknown turns are passed over.
+
+    Attributes:
+        mask: int32 words [⌈vocabulary / 32⌉], little-endian, bit i % 32 of word i // 32 for id i; empty allows all.
+    """
+
+    turn: str
+    mask: bytes = b""
+
 
 MissReason = Literal["evicted", "off"]
 

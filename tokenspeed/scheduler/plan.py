@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenspeed.scheduler.messages import EngineCommand, EngineEvent
+from tokenspeed.scheduler.messages import Allow, EngineCommand, EngineEvent
 
 
 class Sampled(msgspec.Struct, array_like=True):
@@ -28,7 +28,7 @@ class LogEntry(msgspec.Struct):
 
     number: int
     time_s: float
-    commands: list[EngineCommand]
+    commands: list[EngineCommand | Allow]
     results: list[Sampled]
 
 
@@ -89,10 +89,10 @@ class Prefill(msgspec.Struct, array_like=True):
 
 
 class Plan(msgspec.Struct):
-    """One step, to be executed in this order: page copies, admissions, page table, prefill, decode.
+    """One step, to be executed in this order: page copies, admissions, masks, page table, prefill, decode.
 
-    `copies`: (from page, to page). `table`: (place, page index, page). `decodes`: (place, run), one token each.
-    `events` go out now.
+    `copies`: (from page, to page). `masks`: (place, mask of `Allow`). `table`: (place, page index, page). `decodes`:
+    (place, run), one token each. `events` go out now.
     """
 
     number: int
@@ -102,6 +102,7 @@ class Plan(msgspec.Struct):
     prefills: list[Prefill]
     decodes: list[tuple[int, int]]
     events: list[EngineEvent]
+    masks: list[tuple[int, bytes]] = []
 
     @property
     def idle(self) -> bool:

@@ -17,6 +17,7 @@ from tokenspeed.cache.tree import NOTHING, Found, Tail
 from tokenspeed.cache.trie import Ids, shared_length
 from tokenspeed.scheduler.limits import Limits
 from tokenspeed.scheduler.messages import (
+    Allow,
     Cancel,
     Ended,
     EndReason,
@@ -70,6 +71,16 @@ class Scheduler:
         lineages = [self.lineages.named(name) for name in names]
         return [self.cache.kept(lineage.tenant, lineage.ids()) if lineage else 0 for lineage in lineages]
 
+    def seen_in_lockstep(self, results: Sequence[Sampled]) -> list[tuple[str, int]]:
+        """(turn, token) of the turns in lockstep that results hold a token for. Whoever calls `tick` with these results
+        may add to its entry what these turns are then allowed."""
+        seen = []
+        for sampled in results:
+            state = self.running.get(sampled.run)
+            if isinstance(state, Decoding) and state.turn.lockstep and self._is_token(sampled):
+                seen.append((state.turn.name, sampled.token))
+        return seen
+
     def tick(self, entry: LogEntry) -> Plan:
         """The next step's plan."""
         self._now_s = entry.time_s
@@ -87,6 +98,8 @@ class Scheduler:
             elif isinstance(command, Stand):
                 self._stand(command.on, 1)
                 self._stand(command.off, -1)
+            elif isinstance(command, Allow):
+                self._allow(command)
             else:
                 for name in command.turns:
                     self._release(name)
@@ -95,6 +108,7 @@ class Scheduler:
         for state in decoding:
             state.enqueued += 1
             self._plan.decodes.append((state.place, state.run))
+        self._tell_masks()
         self._report_progress()
         # Enough for each running turn to begin a page in the next tick without waiting for one.
         self.cache.make_room(len(self.running), 0)
@@ -110,7 +124,7 @@ class Scheduler:
             if not isinstance(state, Decoding) or not sampled.live:
                 continue
             turn = state.turn
-            if not 0 <= sampled.token < self.limits.vocab_size:
+            if not self._is_token(sampled):
                 self._fail(state, "the model's output is not finite")
                 continue
             state.seen += 1
@@ -130,6 +144,9 @@ class Scheduler:
                 self._end(state, "stop")
             elif turn.length >= turn.limit:
                 self._end(state, "context_length" if turn.by_context else "length")
+
+    def _is_token(self, sampled: Sampled) -> bool:
+        return sampled.live and 0 <= sampled.token < self.limits.vocab_size
 
     # ------------------------------------------------------------------ commands
 
@@ -159,12 +176,18 @@ class Scheduler:
             by_context=params.max_tokens is None or params.max_tokens > room,
             stopping=StopStrings(params.stop, self._token_bytes),
             sample=command.sample,
+            lockstep=command.lockstep,
             expected=0 if parent is None else min(keep, parent.cached),
             arrived_s=self._now_s,
             progress_s=self._now_s,
         )
         self.queue.append(turn)
         self._turns[turn.name] = Queued(turn)
+
+    def _allow(self, command: Allow) -> None:
+        state = self._turns.get(command.turn)
+        if state is not None and state.turn.lockstep:
+            state.turn.mask = command.mask
 
     def _cancel(self, command: Cancel) -> None:
         state = self._turns.get(command.turn)
@@ -244,6 +267,8 @@ class Scheduler:
         for state in list(self.running.values()):
             if not isinstance(state, Decoding) or state.next_position >= state.turn.limit - 1:
                 continue  # the token at limit - 1 is sampled by the step before it and never computed
+            if state.held:
+                continue
             known = len(state.tail.pages)
             if self.cache.grow(state.tail, state.next_position + 1):
                 self._tell_pages(state.place, state.tail, known)
@@ -367,7 +392,7 @@ class Scheduler:
             self._warmed.append(state)
         elif last:
             self.cache.settle(tail)
-            decoding = Decoding(turn, state.run, state.place, tail, end)
+            decoding = Decoding(turn, state.run, state.place, tail, end, state.told)
             self.running[state.run] = self._turns[turn.name] = decoding
         return end - start
 
@@ -381,6 +406,13 @@ class Scheduler:
         first = tail.start // self.limits.page_size
         for offset in range(known, len(tail.pages)):
             self._plan.table.append((place, first + offset, tail.pages[offset]))
+
+    def _tell_masks(self) -> None:
+        """Last of all: a place may have gone to another turn since a mask came."""
+        for state in self.running.values():
+            if state.told != state.turn.mask:
+                state.told = state.turn.mask
+                self._plan.masks.append((state.place, state.told))
 
     # ------------------------------------------------------------------ events
 

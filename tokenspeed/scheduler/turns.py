@@ -22,7 +22,8 @@ class Turn:
     """What is true of a turn in every state.
 
     `ids` are the prompt's; `outputs` the ids sampled and seen so far; `limit` the length (prompt and output) it may
-    reach, `by_context` whether that is the context's end rather than its own `max_tokens`.
+    reach, `by_context` whether that is the context's end rather than its own `max_tokens`; `mask` what the next token
+    may be, if `lockstep`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Turn:
     by_context: bool
     stopping: StopStrings
     sample: bool
+    lockstep: bool
     expected: int
     arrived_s: float
     outputs: list[int] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Turn:
     computed: int = 0
     recomputed: int = 0
     stop_string: str | None = None
+    mask: bytes = b""
 
     @property
     def length(self) -> int:
@@ -107,7 +110,8 @@ class Queued:
 @dataclass(eq=False)
 class Prefilling:
     """`ids` [0, done) have been sent to the device; before the first chunk `row` is the checkpoint's, afterwards the
-    ring's first. `marks`: positions ahead whose state is kept, `junctions` those that the scheduler chose."""
+    ring's first. `marks`: positions ahead whose state is kept, `junctions` those that the scheduler chose. `told`: the
+    mask that the place has."""
 
     turn: Turn
     run: int
@@ -119,6 +123,7 @@ class Prefilling:
     marks: list[int]
     junctions: set[int]
     write_from: int
+    told: bytes = b""
 
     def sealed(self) -> tuple[int, int]:
         """(length, ring row) of the furthest state that the device will have."""
@@ -138,12 +143,18 @@ class Decoding:
     place: int
     tail: Tail
     base: int
+    told: bytes = b""
     enqueued: int = 0
     seen: int = 0
 
     @property
     def next_position(self) -> int:
         return self.base + self.enqueued
+
+    @property
+    def held(self) -> bool:
+        """Whether the turn is in lockstep and its last token is still on its way."""
+        return self.turn.lockstep and self.seen <= self.enqueued
 
     def sealed(self) -> tuple[int, int]:
         """(length, ring row) of the state at the last kept token but one."""
