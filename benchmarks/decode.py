@@ -77,13 +77,13 @@ CHECKED = 1000
 ONE = {
     "decode_b1_1k": (1_000, 200, 500),
     "decode_b1_50k": (50_000, 150, 425),
-    "decode_b1_128k": (128_000, 100, 345),
+    "decode_b1_128k": (131_072, 100, 345),
     "decode_b1_250k": (250_000, 100, 270),
 }
 """Context, steps, tokens a second aimed at."""
-MANY = {"decode_b8_8k": (8, 8_000, 100, 0.75), "decode_b32_8k": (32, 8_000, 100, 0.80)}
+MANY = {"decode_b8_8k": (8, 8_192, 100, 0.75), "decode_b32_8k": (32, 8_192, 100, 0.80)}
 """Sequences, context of each, steps, share of the bound aimed at."""
-LONG = {"decode_b1_512k": (512_000, 100), "decode_b1_1m": (1_000_000, 100)}
+LONG = {"decode_b1_512k": (524_288, 100), "decode_b1_1m": (1_048_576, 100)}
 STEPS = {"1k": (1_000, 32), "50k": (50_000, 32)}
 """Contexts whose step is broken down by kernel, and steps."""
 PROMPT, NEW = 50_000, 800

@@ -6,20 +6,26 @@ import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tokenspeed.bench.agentic import Workload
+from tokenspeed.bench.bound import prefill_bound_s, step_bytes
 from tokenspeed.bench.decode import DecodeBench, Kernel
 from tokenspeed.bench.driver import BenchError
+from tokenspeed.cache.pools import StateRows
+from tokenspeed.config.model import ModelConfig
 from tokenspeed.engine import memory
 from tokenspeed.engine.core import EngineCore
 from tokenspeed.execution.executor import Executor
+from tokenspeed.kernels.registry import select
+from tokenspeed.models.qwen35 import Qwen35, cache_geometry
 from tokenspeed.models.random_weights import tiny_config
 
+ROOT = Path(__file__).parents[2]
 ROWS = {
     "read_bandwidth",
     "decode_b1_1k",
@@ -108,6 +114,31 @@ def test_every_part_writes_its_rows(tiny_script: Any, tmp_path: Path) -> None:
     content = json.loads(output.read_text())
     assert [row["kernel"] for row in content["kernels"]["step_b1_1k"]] == ["_stream_kernel", "another"]
     assert len(content["turns"]["agentic"]) == 4
+
+
+def test_bytes_and_bounds_of_the_large_shape(script: Any) -> None:
+    """Weights 5.893 GB of a step, states 0.129 GB, 20,480 bytes for each token before it; so at 4.53 TB/s 750, 643 and
+    270 tokens/s at 1K, 50K and 512K; at 750 TFLOP/s 0.60 s for 50,000 tokens and about 27 ms for 800 behind them."""
+    meta = torch.device("meta")
+    config = ModelConfig.parse(script.CONFIG, Path("config.json"))
+    model = Qwen35(config, select(torch.device("cpu"), torch.bfloat16), torch.bfloat16, meta)
+    geometry = cache_geometry(config, 64, torch.bfloat16)
+    experts = 8 * 40
+    assert step_bytes(model, geometry, [], experts) / 1e9 == pytest.approx(5.893, abs=5e-4)
+    step = step_bytes(model, geometry, [1000], experts)
+    assert step == step_bytes(model, geometry, [0], experts) + 1000 * 20_480
+    assert [round(4.53e12 / step_bytes(model, geometry, [at], experts)) for at in (1000, 50_000, 2**19)] == [
+        750,
+        643,
+        270,
+    ]
+    assert prefill_bound_s(model, 0, 50_000, 4.53e12, 750e12) == pytest.approx(0.60, abs=0.005)
+    assert prefill_bound_s(model, 50_000, 800, 4.53e12, 750e12) == pytest.approx(0.027, abs=0.001)
+    executor = SimpleNamespace(model=model, pages=SimpleNamespace(geometry=geometry), rows=StateRows(geometry, 2, meta))
+    by_kernel = script.kernel_bytes(SimpleNamespace(executor=executor), 1000)
+    assert sum(by_kernel.values()) == pytest.approx(step, rel=1e-3)
+    sources = "".join(path.read_text() for path in (ROOT / "kernels" / "triton").glob("*.py"))
+    assert all(f"def {kernel}(" in sources for kernel in by_kernel)
 
 
 def test_parts_are_merged_into_what_is_there(tiny_script: Any, tmp_path: Path) -> None:
