@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenspeed.kernels.delta_rule import LENGTH_EPS
 from tokenspeed.kernels.triton.launch import chained, release_next, wait_for_previous
 
-STEP_WARPS = 8
+STEP_WARPS = 4
 """Warps of a program of the step: at 128 x 128 each thread holds 64 elements of the matrix."""
 NORM_ROWS = 32
 """Heads normed by one program of `gated_rms_norm`."""
@@ -96,7 +96,9 @@ def _delta_net_step_kernel(
     group's first keeps their window.
 
     The matrix is a tile [VALUE, PARTS, LANES] with key = part * LANES + lane: eight threads then read 128 bytes in a
-    row, and a sum over the keys is one over registers and three exchanges between threads.
+    row, and a sum over the keys is one over registers and three exchanges between threads. Queries and keys are divided
+    by their lengths only where they have been summed over, and the new matrix is read as the old one and its
+    correction are, S'·q = decay·S·q + correction·(k·q), so that no sum over the keys waits for another.
     """
     KEY: tl.constexpr = PARTS * LANES
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -141,17 +143,23 @@ def _delta_net_step_kernel(
     beta = sigmoid(tl.load(rates).to(tl.float32))
     decay = tl.exp(-pace * softplus(tl.load(rates + VALUE_HEADS).to(tl.float32) + bias))
 
-    q *= tl.rsqrt(tl.sum(q * q, 0) + _LENGTH_EPS) * KEY_DIM**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + _LENGTH_EPS)
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_each)
+    q_scale = tl.rsqrt(qq + _LENGTH_EPS) * KEY_DIM**-0.5
+    k_scale = tl.rsqrt(kk + _LENGTH_EPS)
     q, k = tl.reshape(q, [PARTS, LANES])[None, :, :], tl.reshape(k, [PARTS, LANES])[None, :, :]
-    matrix *= decay
-    correction = beta * (v - tl.sum(tl.sum(matrix * k, 1), 1))
-    matrix += correction[:, None, None] * k
-    tl.store(matrices + write * SIZE + place, matrix, mask=inside & kept)
-    o = tl.sum(tl.sum(matrix * q, 1), 1)
+    seen, read_out = tl.sum(tl.sum(matrix * k, 1), 1), tl.sum(tl.sum(matrix * q, 1), 1)
+    correction = beta * (v - decay * k_scale * seen)
+    o = decay * q_scale * read_out + correction * (q_scale * k_scale * qk)
     o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * scale * gate * sigmoid(gate)
-    place = sequence * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + value
-    tl.store(output + place, o, mask=value_alive)
+    at = sequence * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + value
+    tl.store(output + at, o, mask=value_alive)
+    matrix = decay * matrix + (correction * k_scale)[:, None, None] * k
+    tl.store(matrices + write * SIZE + place, matrix, mask=inside & kept)
+
+
+@triton.jit
+def _add_each(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
 
 
 @triton.jit

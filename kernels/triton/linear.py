@@ -17,8 +17,11 @@ NARROW = 512
 cache, and norms its input by itself, which costs less than a launch."""
 NARROW_TOKENS = 16
 """Up to so many tokens, that is."""
-ROWS, NARROW_ROWS = 2, 8
+ROWS = 4
 """Outputs of one program."""
+WARP_ELEMENTS = 2048
+"""Weight elements of one warp. More programs in flight, of fewer or of less hungry threads, were slower: the memory
+likes its requests long."""
 BLOCK = 8192
 """Columns of a program's tile at most; a tile is in registers as a whole."""
 
@@ -36,11 +39,11 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (tokens, hidden), outputs = x.shape, weight.shape[0]
     block = triton.next_power_of_2(hidden)
-    if not 0 < tokens <= NARROW_TOKENS or outputs > NARROW or block > BLOCK:
+    if not (0 < tokens <= NARROW_TOKENS and outputs <= NARROW) or block > BLOCK:
         normed, residual = add_rms_norm(x, residual, norm_weight, eps)
         return linear(normed, weight), normed, residual
     projected, normed, total = x.new_empty(tokens, outputs), torch.empty_like(x), torch.empty_like(x)
-    _add_norm_linear_kernel[(triton.cdiv(outputs, NARROW_ROWS), tokens)](
+    _add_norm_linear_kernel[(triton.cdiv(outputs, ROWS), tokens)](
         x,
         residual,
         norm_weight,
@@ -54,8 +57,8 @@ def add_norm_linear(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
-        ROWS=NARROW_ROWS,
-        num_warps=4,
+        ROWS=ROWS,
+        num_warps=_warps(ROWS * block),
         **chained(x.device),
     )
     return projected, normed, total
@@ -76,10 +79,14 @@ def _product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         DEPTH=depth,
         BLOCK=block,
         ROWS=ROWS,
-        num_warps=max(1, min(8, ROWS * block // 1024)),
+        num_warps=_warps(ROWS * block),
         **chained(x.device),
     )
     return y
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(8, elements // WARP_ELEMENTS))
 
 
 @triton.jit(do_not_specialize=["outputs", "x_stride"])
@@ -123,7 +130,8 @@ def _add_norm_linear_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS outputs for one token. Every program norms the token; the first also stores the norm and the sum."""
+    """ROWS outputs for one token. The norm's root mean square is one factor of all outputs, so every program sums the
+    squares beside its products and applies it last; the first also stores the norm and the sum."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -138,10 +146,10 @@ def _add_norm_linear_kernel(
     value = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = value.to(kind).to(tl.float32)
-    unit = value * tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
-    norm = (unit * scale).to(kind)
+    scaled = value * scale
+    y = tl.sum(tile.to(tl.float32) * scaled, 1)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
+    tl.store(projected + token * outputs + row, (y * factor).to(projected.dtype.element_ty), mask=row < outputs)
     if tl.program_id(0) == 0:
         tl.store(total + token * HIDDEN + column, value.to(kind), mask=inside)
-        tl.store(normed + token * HIDDEN + column, norm, mask=inside)
-    y = tl.sum(tile.to(tl.float32) * norm.to(tl.float32), 1)
-    tl.store(projected + token * outputs + row, y.to(projected.dtype.element_ty), mask=row < outputs)
+        tl.store(normed + token * HIDDEN + column, (scaled * factor).to(kind), mask=inside)
