@@ -109,14 +109,14 @@ class Executor:
     def replay_s(self, place: int, steps: int) -> float:
         """Seconds of a recorded decode step of one place, measured over `steps` of them."""
         assert self._graphs is not None
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._graphs.run([place])
         begun.record()
         for _ in range(steps):
             self._graphs.run([place])
         ended.record()
         ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3 / steps
+        return float(begun.elapsed_time(ended)) / 1e3 / steps
 
     @torch.inference_mode()
     def warm_up(self, most: int, context: int, progress: Callable[[int, int], None]) -> None:

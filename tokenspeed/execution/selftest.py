@@ -25,6 +25,7 @@ from tokenspeed.models.qwen35 import Qwen35
 from tokenspeed.scheduler.plan import Admit, Choice, Plan, Prefill
 
 LENGTHS = (1, 67, 130)
+"""Of the prompts: one token, and more than one and two chunks of the delta rule."""
 POOLS = ("k_pages", "v_pages", "windows", "matrices")
 """Arguments whose first entry is a sink, which may hold anything."""
 UNSPECIFIED = (".page_table", ".logprobs", ".top_ids", ".top_logprobs")
@@ -43,8 +44,9 @@ class OperatorError(RuntimeError):
     code = "bad_operator"
 
 
-def check_operators(model: Qwen35, geometry: CacheGeometry) -> None:
-    """Raises OperatorError for the first implementation of `model.ops` that does not agree with the reference."""
+def check_operators(model: Qwen35, geometry: CacheGeometry, lengths: tuple[int, int, int] = LENGTHS) -> None:
+    """Raises OperatorError for the first implementation of `model.ops` that does not agree with the reference over
+    prompts of `lengths`."""
     ops = model.ops
     chosen = {name: getattr(ops, name) for name, by in ops.chosen.items() if by != "reference"}
     calls: list[tuple[str, Call]] = []
@@ -52,7 +54,7 @@ def check_operators(model: Qwen35, geometry: CacheGeometry) -> None:
     try:
         for name in chosen:
             setattr(ops, name, _recording(name, getattr(Operators, name), calls, weights))
-        _run(_two_layers(model), geometry)
+        _run(_two_layers(model), geometry, lengths)
     finally:
         for name, function in chosen.items():
             setattr(ops, name, function)
@@ -117,20 +119,20 @@ def _two_layers(model: Qwen35) -> Qwen35:
 
 
 @torch.inference_mode()
-def _run(model: Qwen35, geometry: CacheGeometry) -> None:
+def _run(model: Qwen35, geometry: CacheGeometry, lengths: tuple[int, int, int]) -> None:
     device, size = model.device, geometry.page_size
     small = replace(geometry, attention_layers=1, linear_layers=1)
-    needed = [-(-(length + 2) // size) for length in LENGTHS]
+    needed = [-(-(length + 2) // size) for length in lengths]
     pages, rows = PagePool(small, sum(needed) + 1, device), StateRows(small, 16, device)
     for tensor in (*pages.k, *pages.v, *rows.conv, *rows.matrix):
         tensor.fill_(torch.nan)
-    vocabulary, places = model.config.vocabulary, len(LENGTHS) + 1
+    vocabulary, places = model.config.vocabulary, len(lengths) + 1
     choices = Choices(model.ops, places, vocabulary, None, device)
     channel = StepChannel.empty(places, 2, max(needed), size, choices, model.ops, device)
     executor = Executor(model, pages, rows, channel)
     generator = np.random.default_rng(0)
     admits, table, prefills, first = [], [], [], 1
-    for place, (length, count) in enumerate(zip(LENGTHS, needed, strict=True)):
+    for place, (length, count) in enumerate(zip(lengths, needed, strict=True)):
         choice = Choice(
             temperature=(0.0, 1.0, 0.7)[place],
             top_k=(0, 0, 20)[place],
@@ -152,7 +154,7 @@ def _run(model: Qwen35, geometry: CacheGeometry) -> None:
         table += [(place, index, first + index) for index in range(count)]
         prefills.append(Prefill(place, place, 0, ids, 0, 0, ring[0], stores, True))
         first += count
-    decodes = [(place, place) for place in range(len(LENGTHS))]
+    decodes = [(place, place) for place in range(len(lengths))]
     executor.launch(Plan(0, [], admits, table, prefills, [], [])).result()
     executor.launch(Plan(1, [], [], [], [], decodes, [])).result()
     executor.launch(Plan(2, [], [], [], [], decodes[1:], [])).result()

@@ -33,7 +33,7 @@ class Staging:
         hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
-        there = torch.cuda.Event()
+        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         there.record()
         return Fetched(hosts, there)
 
