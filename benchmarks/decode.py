@@ -287,6 +287,8 @@ def steps(bench: Bench) -> None:
         bench.engine.stage(context, 4 * (count + 1))
         with torch.inference_mode():
             kernels = breakdown(partial(executor.replay_s, 0, count), count + 1)
+        if not kernels:
+            raise BenchError("the profiler saw no kernels")
         moved = kernel_bytes(bench.core, context + count)
         rows = [described(kernel, moved.get(kernel.name), bench.rates.bandwidth) for kernel in kernels]
         bench.results.put(

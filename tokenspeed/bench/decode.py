@@ -108,11 +108,9 @@ class DecodeBench:
             BenchError: a turn failed, or `tokens` are too few to leave out the first and the last steps.
         """
         driver, core = self.driver, self.core
-        # While the last context is computed, sequences that are ready take their steps.
-        early = sum(contexts) // core.limits.prefill_chunk + 8
+        output = self.output_tokens(contexts, tokens)
         turns = [
-            driver.submit(self.ids(length), tokens + early, tenant=f"decode {index}")
-            for index, length in enumerate(contexts)
+            driver.submit(self.ids(length), output, tenant=f"decode {index}") for index, length in enumerate(contexts)
         ]
         with _experts_counted(core) as counted:
             while any(len(turn.tokens) < 4 for turn in turns):
@@ -144,6 +142,11 @@ class DecodeBench:
             step_s=float(np.median(steps)),
             cpu_s=float(np.median(cpu)),
         )
+
+    def output_tokens(self, contexts: Sequence[int], tokens: int) -> int:
+        """What each sequence generates for `decode` to have its steps: while the last context is computed, those that
+        are ready take steps already."""
+        return tokens + sum(contexts) // self.core.limits.prefill_chunk + 8
 
     @torch.inference_mode()
     def stage(self, context: int, steps: int) -> None:

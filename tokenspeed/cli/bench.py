@@ -45,11 +45,14 @@ def decode(
     console = _console()
     with _refusals():
         bandwidth = _bandwidth(**settings)
-        core = _engine(model, max_sequences=max(batch, 2), **settings)
-        room = core.info.max_context
-        if max(contexts) + tokens + CHECKED_CONTEXT > room:
-            raise CommandError(f"a context of {max(contexts)} and {tokens} more do not fit into this engine's {room}")
+        core = _engine(model, max_sequences=batch, **settings)
         bench = DecodeBench(core, bandwidth)
+        room, longest = core.info.max_context, max(contexts)
+        more = bench.output_tokens([longest] * batch, tokens)
+        if longest + more > room:
+            raise CommandError(
+                f"a context of {longest:,} and {more} tokens more do not fit into this engine's {room:,}"
+            )
         difference = bench.check(min(CHECKED_CONTEXT, *contexts))
         figures = [(context, bench.decode([context] * batch, tokens)) for context in contexts]
     console.print(_served(core), markup=False)
@@ -67,7 +70,9 @@ def decode(
 
 def decode_table(figures: Sequence[tuple[int, DecodeFigures]], batch: int, on_cpu: bool) -> Table:
     """A row for each context. On a CPU the host is the device, so it has no time of its own."""
-    table = _table(f"decode, {batch} at once", "context", "tokens/s", "bound", "share", "experts", "step ms", "host ms")
+    table = _table(
+        f"decode, {batch} at once", "context", "tokens/s", "bound", "share", "experts/layer", "step ms", "host ms"
+    )
     for context, figure in figures:
         table.add_row(
             f"{context:,}",
