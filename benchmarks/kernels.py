@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.bench.bound import read_bandwidth
+from tokenspeed.kernels import dense_attention
 from tokenspeed.kernels.registry import Operators, select
 from tokenspeed.kernels.sampling import SamplingOptions, pack_scalars
 
@@ -240,15 +241,11 @@ def prefills(ops: Operators) -> Iterator[Case]:
         )
 
 
-def attention_ways(ops: Operators) -> list[tuple[str, Callable[..., Any]]]:
-    ways: list[tuple[str, Callable[..., Any]]] = [("attention", ops.attention_prefill)]
-    try:
-        from tokenspeed.kernels.dense_attention import attention_prefill_dense
-
-        ways.append(("attention by torch", attention_prefill_dense))
-    except ImportError:
-        pass
-    return ways
+def attention_ways(ops: Operators) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "attention", ops.attention_prefill
+    for kernel in ("flash", "cudnn"):
+        dense_attention.CUDA_KERNEL = kernel
+        yield f"attention by torch ({kernel})", dense_attention.attention_prefill
 
 
 GROUPS = {
