@@ -50,7 +50,7 @@ Model = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="A Hugging Face directory or repository; tokenspeed-pocket if left out."),
 ]
-Device = Annotated[str, typer.Option(help="torch's name of it.")]
+Device = Annotated[str, typer.Option(help="torch's name of it; auto is a GPU where there is one.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV; auto is float32 on a CPU.")]
 LoadFormatOption = Annotated[LoadFormat, typer.Option(help="dummy draws random weights from the config alone.")]
 Cache = Annotated[
@@ -95,7 +95,7 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="A web page's origin to let in; may be repeated.")
     ] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
     cache: Cache = None,
@@ -150,7 +150,7 @@ def chat(
     instructions: Annotated[str | None, typer.Option(help="The system text.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Bound of an answer.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
 ) -> None:
@@ -178,7 +178,7 @@ def chat(
 @app.command()
 def demo(
     model: Model = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
 ) -> None:
@@ -189,7 +189,7 @@ def demo(
 
 
 @app.command()
-def doctor(device: Device = "cpu", dtype: DtypeOption = Dtype.auto) -> None:
+def doctor(device: Device = "auto", dtype: DtypeOption = Dtype.auto) -> None:
     """Say what is installed, what it runs on, and whether something is wrong with it."""
     from tokenspeed.cli import doctor as command
 
@@ -204,7 +204,7 @@ def bench_decode(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="Steps to time.")] = 64,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
     cache: Cache = None,
@@ -242,7 +242,7 @@ def bench_agentic(
     new: Annotated[int, typer.Option(min=1, help="Tokens that each later turn adds.")] = 800,
     generate: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 500,
     conversations: Annotated[int, typer.Option(min=1, help="Side by side.")] = 1,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
     cache: Cache = None,

@@ -50,6 +50,8 @@ def run(*, device: str, dtype: str) -> None:
     say("processor", f"{os.cpu_count()} cores, {show_size(free_memory_bytes())} memory free")
     for name, free_bytes, total_bytes in gpus():
         say("gpu", f"{name}, {show_size(free_bytes)} of {show_size(total_bytes)} free")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = _operators(device, dtype)
     for implementation in dict.fromkeys(chosen.values()):
         names = [name for name, by in chosen.items() if by == implementation]

@@ -32,9 +32,15 @@ def shared(config: EngineConfig, preambles: Sequence[Path]) -> EngineConfig:
 
 def _cache_bytes(cache: str, device: str) -> int:
     size, memory = parse_size(cache), memory_bytes()
-    if device == "cpu" and size > memory:
+    if size > memory and (device == "cpu" or (device == "auto" and not _has_gpu())):
         raise CommandError(f"--cache {cache} is more than the {show_size(memory)} of memory that this machine has")
     return size
+
+
+def _has_gpu() -> bool:
+    import torch  # slow, and of no use to this process otherwise
+
+    return torch.cuda.is_available()
 
 
 def _lowered_context(config: EngineConfig, max_context: int) -> str | None:

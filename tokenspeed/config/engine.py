@@ -15,7 +15,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     Attributes:
         model: a Hugging Face model directory, or a repository id.
-        device: torch's name of it.
+        device: torch's name of it; `auto` is a GPU where there is one, else the CPU.
         dtype: of weights and KV; `auto` is float32 on a CPU, else bfloat16.
         load_format: `dummy` draws random weights from the config alone.
         page_size: token rows in a KV page; None is 16 on a CPU, else 64.

@@ -59,7 +59,10 @@ def divide(config: EngineConfig, total: int, geometry: CacheGeometry, max_positi
 
 
 def usable_device(name: str) -> torch.device:
-    """torch's device of that name. Raises ValueError where this machine, or this build of torch, has none."""
+    """torch's device of that name; `auto` is a GPU where there is one, else the CPU. Raises ValueError where this
+    machine, or this build of torch, has none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
