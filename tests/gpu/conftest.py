@@ -1,5 +1,5 @@
-"""Tests of a whole engine on a GPU. Without one they are skipped; `--device cpu` runs them on the CPU, where most of them
-mean something too:
+"""Tests of a whole engine on a GPU. Without one they are skipped; `--device cpu` runs them on the CPU, where most of
+them mean something too:
 
     pytest tests/gpu -n 4 --dist loadgroup
     pytest tests/gpu --device cpu
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed.kernels.registry import compilations
 from tokenspeed.models.random_weights import tiny_checkpoint
 
 DENSE = "qwen3_5_text"
@@ -92,5 +93,19 @@ def make_lab(device: torch.device) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def engine(make_lab: Callable[..., Any], dense: Path) -> Any:
-    """One engine for many tests, which leave it at rest. Nine sequences: buckets of 1, 2, 4, 8 and 9."""
+    """Nine sequences: buckets of 1, 2, 4, 8 and 9."""
     return make_lab(dense, max_sequences=9, pages=1200, rows=600, max_context=512, forced_tokens=True)
+
+
+@pytest.fixture
+def lab(engine: Any) -> Iterator[Any]:
+    """The one engine for many tests, at rest and empty. Nothing may be compiled or recorded for what they do."""
+    core = engine.core
+    core.scheduler.cache.evict_all()
+    compiled, graphs = compilations(), core.executor._graphs
+    recorded = dict(graphs._recorded) if graphs is not None else {}
+    yield engine
+    assert compilations() == compiled, "a kernel was compiled late"
+    assert core.executor._graphs is graphs
+    assert graphs is None or graphs._recorded == recorded
+    core.guide = core.on_tick = None

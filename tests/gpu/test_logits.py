@@ -54,9 +54,12 @@ CHUNK = 64
 
 FLOAT32_BOUND = 1e-3
 """‖logits − expected‖ ÷ ‖expected‖. Products and sums in float32 are off by about 1e-6."""
-BFLOAT16_FACTOR = 2.0
-"""How many times what rounding to bfloat16 does to the reference the engine may be off. Its kernels round at other
-places than the reference, so the two errors are alike in size but not the same."""
+BFLOAT16_MEDIAN, BFLOAT16_FAR = 2.0, 5.0
+"""How many times the median of what rounding to bfloat16 does to the reference the engine may be off, in the median
+and anywhere: its kernels round at other places than the reference, so the errors are alike in size but not the same."""
+FLIPPED, FLIPPED_BOUND = 0.2, 0.6
+"""In a mixture of experts a rounding may lead to another expert. Of six references, rounded, up to a tenth of the
+positions were so far off, and none by more than 0.31."""
 
 
 class Watch:
@@ -192,5 +195,7 @@ def test_logits_are_the_references(
     if dtype == "float32":
         assert off.max() <= FLOAT32_BOUND
     else:
-        assert off.median() <= BFLOAT16_FACTOR * rounded.median()
-        assert off.max() <= BFLOAT16_FACTOR * rounded.max()
+        assert off.median() <= BFLOAT16_MEDIAN * rounded.median()
+        far = (off > BFLOAT16_FAR * rounded.median()).double().mean()
+        assert far <= (FLIPPED if "moe" in name else 0.0)
+        assert off.max() <= FLIPPED_BOUND

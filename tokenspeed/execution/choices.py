@@ -61,7 +61,7 @@ class Choices:
         """From the next step on the turn in a place may only choose ids of a mask (of `Allow`); empty: all ids."""
         if mask:
             self.options.allowed[place] = self._ids(mask)
-        self.options.scalars.view(torch.int32)[place, Word.MASKED] = int(bool(mask))
+        self.options.scalars.view(torch.int32)[place, Word.MASKED].fill_(bool(mask))
 
     def _adjust(self, place: int, choice: Choice) -> None:
         in_prompt, counts, bias = (
