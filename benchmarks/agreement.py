@@ -164,8 +164,8 @@ def engine(device: str, dtype: str, batch: int) -> EngineCore:
             dtype=dtype,  # type: ignore[arg-type]
             cache_bytes=2 << 30,
             max_sequences=batch,
-            max_context=8192,
-            prefill_chunk=512 if device == "cpu" else 4096,
+            max_context=2048,
+            prefill_chunk=512 if device == "cpu" else 1024,
             forced_tokens=True,
         )
     )
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="dialogues")
     parser.add_argument("--batch", type=int, default=0, help="dialogues side by side; 8 on a CPU, else 32")
     parser.add_argument("--commit", default=None, help="of the code that runs; git's answer if left out")
-    parser.add_argument("--output", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--output", type=Path, help="where to write the rows as JSON; others that are there stay")
     options = parser.parse_args()
     batch = options.batch or (8 if options.device == "cpu" else 32)
 
@@ -257,6 +257,9 @@ def main() -> None:
     if failed:
         sys.exit("answers differ where the gap is too large:\n" + "\n".join(failed))
     if options.output:
+        before = json.loads(options.output.read_text()) if options.output.exists() else []
+        new = {row["name"] for row in rows}
+        rows = [row for row in before if row["name"] not in new] + rows
         options.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
