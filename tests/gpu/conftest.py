@@ -91,15 +91,26 @@ def make_lab(device: torch.device) -> Callable[..., Any]:
     return make
 
 
+SHARED = {"max_sequences": 9, "pages": 1200, "rows": 600, "max_context": 512, "forced_tokens": True}
+"""Nine sequences: buckets of 1, 2, 4, 8 and 9."""
+
+
 @pytest.fixture(scope="session")
 def engine(make_lab: Callable[..., Any], dense: Path) -> Any:
-    """Nine sequences: buckets of 1, 2, 4, 8 and 9."""
-    return make_lab(dense, max_sequences=9, pages=1200, rows=600, max_context=512, forced_tokens=True)
+    return make_lab(dense, **SHARED)
+
+
+@pytest.fixture(scope="session")
+def mixture(make_lab: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tiny_checkpoint(tmp_path_factory.mktemp("mixture"), seed=3, model_type="qwen3_5_moe_text")
+    return make_lab(directory, dtype="bfloat16", **SHARED)
 
 
 @pytest.fixture
-def lab(engine: Any) -> Iterator[Any]:
-    """The one engine for many tests, at rest and empty. Nothing may be compiled or recorded for what they do."""
+def lab(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An engine for many tests, at rest and empty: `engine`, or the one that the parameter names. Nothing may be
+    compiled or recorded for what they do."""
+    engine = request.getfixturevalue(getattr(request, "param", "engine"))
     core = engine.core
     core.scheduler.cache.evict_all()
     compiled, graphs = compilations(), core.executor._graphs

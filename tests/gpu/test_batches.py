@@ -86,6 +86,18 @@ def residents(lab: Any) -> Any:
     return first
 
 
+@pytest.mark.parametrize("where", ["page", "row"])
+def test_a_changed_canary_is_seen(lab: Any, where: str) -> None:
+    residents(lab)
+    canaries = Canaries(lab)
+    node = next(node for node in lab.core.scheduler.cache.nodes if node.row)
+    executor = lab.core.executor
+    tensor, at = (executor.pages.v[0], node.pages[0]) if where == "page" else (executor.rows.matrix[0], node.row)
+    tensor[at].view(-1)[0] += 1
+    with pytest.raises(AssertionError, match="has changed"):
+        canaries.check()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9])
 def test_each_answers_as_it_does_alone(lab: Any, answers: list[tuple[list[int], list[int]]], count: int) -> None:
     """At the edges of the buckets and beside them. They end one after the other, so steps shrink through all sizes."""
