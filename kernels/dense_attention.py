@@ -1,4 +1,4 @@
-"""Prefill attention through torch's fused kernels, which know neither pages nor a causal mask over earlier keys.
+"""Prefill attention through cuDNN, which knows neither pages nor a causal mask over earlier keys, and plans by shape.
 
 A sequence's pages are gathered, and its queries attend twice: to what was there before them, without a mask, and to
 themselves, causally. Two softmaxes over disjoint keys are joined by their logsumexps: the second one's share of the sum
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from tokenspeed.kernels.attention import gated
 
-CUDA_KERNEL = "flash"  # or "cudnn", which builds a plan for every pair of lengths it has not met
+
+def serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether cuDNN attends in such heads on a device."""
+    q, k = (torch.zeros(count, 128, head_dim, dtype=dtype, device=device) for count in (heads, kv_heads))
+    try:
+        _attend(q.reshape(kv_heads, -1, head_dim), k, k, causal=False)
+    except RuntimeError:
+        return False
+    return True
 
 
 def attention_prefill(
@@ -61,9 +69,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     operands = q[None], k[None], v[None]
     if q.device.type != "cuda":
         result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, is_causal=causal)
-    elif CUDA_KERNEL == "cudnn":
-        result = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, True, is_causal=causal)
     else:
-        result = torch.ops.aten._scaled_dot_product_flash_attention(*operands, is_causal=causal)
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, True, is_causal=causal)
     compute = torch.promote_types(torch.float32, q.dtype)
     return result[0][0].to(compute), result[1].reshape(q.shape[:2]).to(compute)

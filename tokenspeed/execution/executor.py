@@ -20,6 +20,9 @@ from tokenspeed.models.batch import Batch, Stores
 from tokenspeed.models.qwen35 import Qwen35
 from tokenspeed.scheduler.plan import Plan, Prefill, Sampled
 
+LONG_PROMPT = 1 << 18
+"""Tokens of the longest prompt whose chunks are run at start."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -126,13 +129,16 @@ class Executor:
         lengths = [length for length in lengths if length <= min(most, context)]
         kinds = [([length], length) for length in lengths]
         kinds += [([1, min(2, most), min(70, most)], min(most, context)), ([min(most, context)], context)]
-        for number, (counts, end) in enumerate(kinds):
-            progress(number, len(kinds))
-            self._warm(counts, end)
+        # The chunks of a long prompt: libraries plan by shape, and attention's alone depends on what was before.
+        long = [([most], end) for end in range(2 * most, min(context, LONG_PROMPT) + 1, most)]
+        small = self.model.one_layer_of_each_kind()
+        for number, (counts, end) in enumerate([*kinds, *long]):
+            progress(number, len(kinds) + len(long))
+            self._warm(self.model if number < len(kinds) else small, counts, end)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
-    def _warm(self, counts: list[int], end: int) -> None:
+    def _warm(self, model: Qwen35, counts: list[int], end: int) -> None:
         staged, size, n = self._staging.tensor, self._size, len(counts)
         ends = [max(end, count) for count in counts]
         positions = np.concatenate([np.arange(last - count, last) for count, last in zip(counts, ends, strict=True)])
@@ -154,7 +160,7 @@ class Executor:
             bounds=tuple(zip(counts, ends, strict=True)),
         )
         tokens = torch.zeros(sum(counts), dtype=torch.int64, device=self.model.device)
-        hidden = self.model.forward(tokens, batch, self.pages, self.rows)
+        hidden = model.forward(tokens, batch, self.pages, self.rows)
         self._choose(hidden[starts[1:] - 1], places, batch.lengths, sinks, sinks.bool())
 
     @torch.inference_mode()

@@ -6,7 +6,6 @@ the reference operators. What each operator was given is kept, and then given to
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -54,7 +53,7 @@ def check_operators(model: Qwen35, geometry: CacheGeometry, lengths: tuple[int, 
     try:
         for name in chosen:
             setattr(ops, name, _recording(name, getattr(Operators, name), calls, weights))
-        _run(_two_layers(model), geometry, lengths)
+        _run(model.one_layer_of_each_kind(), geometry, lengths)
     finally:
         for name, function in chosen.items():
             setattr(ops, name, function)
@@ -108,14 +107,6 @@ def _recording(
         return call.result
 
     return record
-
-
-def _two_layers(model: Qwen35) -> Qwen35:
-    """The model cut to its first layer of each kind, which then own the first layer of pages and of rows."""
-    kinds = [model.config.layer_types.index(kind) for kind in dict.fromkeys(model.config.layer_types)]
-    small = copy.copy(model)
-    small.layers = [model.layers[index] for index in kinds]
-    return small
 
 
 @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,6 +102,13 @@ class Qwen35:
         ]
         self.norm = parameters["norm"]
         self.output = parameters["embedding" if config.tied else "output"]
+
+    def one_layer_of_each_kind(self) -> Qwen35:
+        """The model cut to its first layer of each kind, which own the first layer of pages and of rows."""
+        kinds = self.config.layer_types
+        small = copy.copy(self)
+        small.layers = [self.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
+        return small
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: Batch, pages: PagePool, rows: StateRows) -> Tensor:

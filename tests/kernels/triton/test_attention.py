@@ -112,6 +112,7 @@ def test_decode_shares_programs_by_length(device: torch.device, monkeypatch: pyt
     monkeypatch.setattr(kernels, "_join", spy)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
     monkeypatch.setattr(kernels, "DECODE_PARTS", (8, 8))
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 2)
     case = Case([400, 8, 8, 8], [1] * 4, 2, 1, 16, 16, torch.float32, device)
     assert norm_error(case.decode(kernels), case.decode(reference)) < 1e-5
     assert seen[0].view(4, 2)[:, 0].tolist() == [7, 1, 1, 1]  # 28 blocks over 8 programs: 4 blocks in a part
@@ -166,3 +167,24 @@ def test_keys_are_split_when_multiprocessors_would_idle(monkeypatch: pytest.Monk
     assert kernels.prefill_parts(1000, 50_000, 132) == 1  # many waves
     assert kernels.prefill_parts(132, 50_000, 132) == 1
     assert kernels.prefill_parts(1, 10**6, 132) == kernels.PREFILL_PARTS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN serves on a GPU alone")
+def test_the_chunk_of_a_long_prompt_is_attended_alike_by_cudnn(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, length = kernels.PLANNED_CHUNK, kernels.PLANNED_LEAST
+    case = Case([length], [chunk], 16, 2, 256, 64, torch.bfloat16, device)
+    bounds = ((chunk, length),)
+    assert kernels._planned(case.q, 2, bounds)
+    assert not kernels._planned(case.q, 2, ((chunk, length + 1),))
+    planned = case.prefill(kernels.attention_prefill, bounds)
+    monkeypatch.setattr(kernels, "_planned", lambda *_: False)
+    assert norm_error(planned, case.prefill(kernels.attention_prefill)) < 1e-2
+
+
+@pytest.mark.parametrize("bounds", [((8192, 8192),), ((8192, 16384 + 1),), ((8191, 3 * 8192),), ((8192, 1 << 19),)])
+def test_other_chunks_have_no_plan(bounds: tuple[tuple[int, int], ...], device: torch.device) -> None:
+    q = torch.empty(1, 16, 256, dtype=torch.bfloat16, device=device)
+    assert not kernels._planned(q, 2, bounds)
+    assert not kernels._planned(q, 2, (*bounds, (8192, 3 * 8192)))
