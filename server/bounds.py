@@ -9,6 +9,8 @@ from math import isfinite
 from tokenspeed.client.protocol.errors import SessionError
 
 MAX_DEPTH = 64
+MAX_COMMANDS = 1024
+"""Of one frame: each is answered, if only by an error."""
 MAX_VALUES = 2**20
 """Of one msgpack message, which is checked value by value."""
 
@@ -19,6 +21,12 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _ALL_BUT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _CURLY_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 _LONG_INTEGER = re.compile(rb"(?<![\d.eE+-])-?\d{19,}+(?![.eE])")
+
+
+def check_commands(count: int) -> None:
+    """Raises: SessionError `bad_request`."""
+    if count > MAX_COMMANDS:
+        raise SessionError("bad_request", f"the frame has {count} commands; at most {MAX_COMMANDS} are taken")
 
 
 def check_size(data: bytes, max_bytes: int) -> None:

@@ -8,7 +8,7 @@ from tokenspeed.client.protocol.codec import MSGPACK, Codec
 from tokenspeed.client.protocol.commands import Command
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import ErrorEvent
-from tokenspeed.server.bounds import check_json, check_msgpack, check_size
+from tokenspeed.server.bounds import check_commands, check_json, check_msgpack, check_size
 
 
 def read_frame(codec: Codec, frame: str | bytes, max_bytes: int) -> list[Command | ErrorEvent]:
@@ -24,6 +24,7 @@ def read_frame(codec: Codec, frame: str | bytes, max_bytes: int) -> list[Command
         else:
             check_json(data)
         parts = codec.split(data)
+        check_commands(len(parts))
     except SessionError as error:
         return [error_event(error)]
     except msgspec.DecodeError as error:

@@ -14,7 +14,8 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
 
-from tokenspeed.client.protocol.commands import Command
+from tokenspeed.client.protocol.commands import Command, SessionClose
+from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import Reply
 from tokenspeed.server.bounds import check_json, check_size
 from tokenspeed.server.exchange import Exchange, Exchanges
@@ -79,7 +80,14 @@ class Mirror:
         reply = await exchange.begin(command)
         if events:
             return Stream(exchange.stream(reply), media_type=EVENT_STREAM, headers={"cache-control": "no-cache"})
-        turns = await exchange.whole(command, reply)
+        try:
+            turns = await exchange.whole(command, reply)
+        except SessionError:
+            if operation.answer is BranchesAnswer:
+                # Nobody is told of the sessions that were to hold the answers, so none stays.
+                for session in sessions_of(reply):
+                    await self._exchanges.host.request(tenant, SessionClose("", session.id), CHANNEL)
+            raise
         if operation.answer is BranchesAnswer:
             return _json(BranchesAnswer(turns, sessions_of(reply)), operation.status)
         return _json(turns[0], operation.status)

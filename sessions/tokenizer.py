@@ -20,6 +20,11 @@ class TokenizerError(ValueError):
     """A model directory's tokenizer cannot be read or cannot serve chats; the message says why."""
 
 
+def _encode(encoder: Tokenizer, text: str) -> Ids:
+    # A batch of one: other threads go on meanwhile, as they do not beside `encode`, and no offsets are kept.
+    return array("i", encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+
 class ChatTokenizer:
     """Two encoders over one `tokenizer.json`.
 
@@ -48,7 +53,7 @@ class ChatTokenizer:
 
     def encode_control(self, text: str) -> Ids:
         """Ids of text of the format's own; added tokens in it become their ids."""
-        return array("i", self._control.encode(text, add_special_tokens=False).ids)
+        return _encode(self._control, text)
 
     def encode_plain(self, text: str) -> Ids:
         """Ids of text written by people and tools; no added token comes out of it.
@@ -57,7 +62,7 @@ class ChatTokenizer:
             UnicodeEncodeError: for a lone surrogate, which no bytes stand for.
         """
         text.encode()
-        return array("i", self._plain.encode(text, add_special_tokens=False).ids)
+        return _encode(self._plain, text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that the id stands for; none for an id that the tokenizer does not know."""

@@ -18,7 +18,7 @@ from tokenspeed.client.protocol.commands import Command, SessionGet
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.client.protocol.events import ErrorEvent
 from tokenspeed.client.protocol.given import GivenTurn
-from tokenspeed.server.bounds import check_json, check_msgpack, exceeds_depth
+from tokenspeed.server.bounds import MAX_COMMANDS, check_json, check_msgpack, exceeds_depth
 from tokenspeed.server.frames import read_frame
 
 MAX = 4096
@@ -214,3 +214,15 @@ def test_size_is_counted_in_bytes() -> None:
         assert isinstance(read_frame(codec, frame, size)[0], SessionGet)
         answer = refusal(frame, size - 1)
         assert (answer.code, answer.detail) == ("payload_too_large", {"bytes": size, "max_bytes": size - 1})
+
+
+@pytest.mark.parametrize("codec", [JSON, MSGPACK])
+def test_a_frame_of_too_many_commands_is_answered_once(codec: Codec) -> None:
+    many = [0] * (MAX_COMMANDS + 1)
+    frame = json.dumps(many) if codec is JSON else msgspec.msgpack.encode(many)
+    (answer,) = read_frame(codec, frame, 2**20)
+    assert isinstance(answer, ErrorEvent)
+    assert answer.code == "bad_request"
+    assert f"{MAX_COMMANDS + 1} commands; at most {MAX_COMMANDS}" in answer.message
+    fewer = json.dumps(many[1:]) if codec is JSON else msgspec.msgpack.encode(many[1:])
+    assert len(read_frame(codec, fewer, 2**20)) == MAX_COMMANDS
