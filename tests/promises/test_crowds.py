@@ -86,17 +86,19 @@ def test_a_session_grows_to_the_models_limit(world: Any) -> None:
             known = turn.usage.prompt + turn.usage.output
             assert turn.usage.remaining == 2048 - known
             turns.append(turn)
-        # How many tokens a message of n letters adds is learned on a fork, then met exactly.
+        # A digit is a token; how many a message adds around its digits is learned on a fork. Then the edge is met.
         with session.fork() as probe:
-            overhead = probe.turn("b", max_tokens=1).usage.prompt - known - 1
+            room = 2048 - (probe.turn("7", max_tokens=1).usage.prompt - 1)
+        with session.fork() as branch:
+            last = branch.turn("7" * (room - 1), ignore_eos=True)
+            assert (last.usage.prompt, last.usage.output, last.reason) == (2047, 1, "context_length")
         for over in (0, 1):
-            text = " ".join("b" * (2048 - known - overhead + over))
             with (
                 session.fork() as branch,
                 pytest.raises(SessionError, match="maximum context length is 2048") as full,
             ):
-                branch.turn(text)
-            assert full.value.detail["limit"] == 2048
+                branch.turn("7" * (room + over))
+            assert full.value.detail == {"limit": 2048, "prompt": 2048 + over}
         session.rewind(turns[-2])
         assert session.turn("Hello!", max_tokens=4).usage.computed < 60
 
