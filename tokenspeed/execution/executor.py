@@ -20,8 +20,8 @@ from tokenspeed.models.batch import Batch, Stores
 from tokenspeed.models.qwen35 import Qwen35
 from tokenspeed.scheduler.plan import Plan, Prefill, Sampled
 
-LONG_PROMPT = 1 << 18
-"""Tokens of the longest prompt whose chunks are run at start."""
+LONG_CHUNK, LONG_PROMPT = 4096, 1 << 18
+"""Tokens of the least chunk and the longest prompt for which a start runs every chunk."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Executor:
         kinds = [([length], length) for length in lengths]
         kinds += [([1, min(2, most), min(70, most)], min(most, context)), ([min(most, context)], context)]
         # The chunks of a long prompt: libraries plan by shape, and attention's alone depends on what was before.
-        long = [([most], end) for end in range(2 * most, min(context, LONG_PROMPT) + 1, most)]
+        ends = range(2 * most, min(context, LONG_PROMPT) + 1, most) if most >= LONG_CHUNK else ()
+        long = [([most], end) for end in ends]
         small = self.model.one_layer_of_each_kind()
         for number, (counts, end) in enumerate([*kinds, *long]):
             progress(number, len(kinds) + len(long))
