@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from tokenspeed.client.protocol.errors import SessionError
 from tokenspeed.engine.client import EngineClient
 from tokenspeed.sessions.defaults import Defaults
+from tokenspeed.sessions.journal.ledger import Ledger
+from tokenspeed.sessions.journal.restoring import Restored
 from tokenspeed.sessions.session import Session
 from tokenspeed.sessions.store import TurnStore
 from tokenspeed.sessions.turn import Turn
@@ -15,13 +17,15 @@ from tokenspeed.sessions.turn import Turn
 
 class SessionBook:
     """Finds sessions and turns, moves heads, and tells the engine where sessions stand and what nobody can reach.
+    Notes in the ledger what changes.
 
     A tenant finds only its own: what belongs to another is answered like what does not exist.
     """
 
-    def __init__(self, engine: EngineClient, new_id: Callable[[str], str]) -> None:
+    def __init__(self, engine: EngineClient, ledger: Ledger, new_id: Callable[[str], str]) -> None:
         """`new_id`: makes an id of a prefix."""
         self._engine = engine
+        self._ledger = ledger
         self._new_id = new_id
         self._sessions: dict[str, Session] = {}
         self._turns = TurnStore()
@@ -29,6 +33,24 @@ class SessionBook:
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def take_over(self, restored: Restored) -> None:
+        """Hold what was journalled. The engine is told nothing: it knows none of these turns, as after its restart."""
+        for tenant, turn in restored.turns.values():
+            self._turns.add(tenant, turn)
+        for session in restored.sessions:
+            self._sessions[session.id] = session
+            self._turns.hold(session.head)
+            if session.latest is not None:
+                self._latest[session.latest] = session
+        # A host that was killed may have left turns that nobody could reach any more.
+        for tenant, turn in reversed(list(restored.turns.values())):
+            if self._turns.find(tenant, turn.id) is not None:
+                self._turns.hold(turn)
+                self._ledger.gone(self._turns.let_go(turn))
 
     def find(self, tenant: str, session_id: str) -> Session:
         """Raises: SessionError `session_not_found`."""
@@ -78,8 +100,15 @@ class SessionBook:
     def remove(self, session: Session) -> None:
         if self._sessions.pop(session.id, None) is not None:
             self.move(session, None)
+            self._ledger.closed(session)
             if session.latest is not None:
                 self._latest.pop(session.latest, None)
+
+    def change(self, session: Session, defaults: Defaults) -> None:
+        """Give the session other defaults."""
+        if defaults is not session.defaults:
+            session.defaults = defaults
+            self._ledger.session(session)
 
     def begin(self, session: Session, turn_id: str) -> None:
         """A turn has begun in the session."""
@@ -91,11 +120,13 @@ class SessionBook:
     def stand_on(self, session: Session, turn: Turn) -> None:
         """Put the head on a new turn."""
         self._turns.add(session.tenant, turn)
+        self._ledger.turn(session.tenant, turn)
         self.move(session, turn)
 
     def move(self, session: Session, head: Turn | None) -> None:
         """Put the head on another turn; what nobody can reach then is released."""
         before, session.head = session.head, head
+        self._ledger.session(session)
         if head is not before:
             self._engine.stand(head.id if head else None, before.id if before else None)
         self._turns.hold(head)
@@ -113,4 +144,5 @@ class SessionBook:
     def _let_go(self, turn: Turn | None) -> None:
         gone = self._turns.let_go(turn)
         if gone:
+            self._ledger.gone(gone)
             self._engine.release(gone)

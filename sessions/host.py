@@ -28,7 +28,7 @@ from tokenspeed.client.protocol.commands import (
     TurnGet,
 )
 from tokenspeed.client.protocol.errors import SessionError
-from tokenspeed.client.protocol.events import Reply, Residency, SessionRecord, TurnEnded, TurnEvent, TurnRecord
+from tokenspeed.client.protocol.events import Reply, Residency, SessionRecord, TurnEvent, TurnRecord
 from tokenspeed.engine.client import EngineClient, EngineGone
 from tokenspeed.engine.messages import EngineInfo
 from tokenspeed.sessions.book import SessionBook
@@ -36,7 +36,12 @@ from tokenspeed.sessions.bounds import MAX_ANSWERS, MAX_FORKS, MAX_PAGE, check_n
 from tokenspeed.sessions.channel import Channel
 from tokenspeed.sessions.chat import ChatModel
 from tokenspeed.sessions.defaults import Defaults
+from tokenspeed.sessions.ending import ended, unwritten
 from tokenspeed.sessions.formats.output import OutputParser
+from tokenspeed.sessions.journal.directory import tokens_fingerprint
+from tokenspeed.sessions.journal.journal import Journal
+from tokenspeed.sessions.journal.ledger import Ledger
+from tokenspeed.sessions.journal.records import TokensRecord
 from tokenspeed.sessions.order import TurnOrder, another_answer, next_turn
 from tokenspeed.sessions.reporter import TurnReporter
 from tokenspeed.sessions.running import RunningTurn
@@ -48,24 +53,37 @@ class SessionHost:
     """Serves the sessions of one engine. All methods are called on one event loop.
 
     A tenant sees only its own: what belongs to another is answered like what does not exist.
+
+    With a journal, sessions outlive the host: `turn.ended` is sent, and what opens, forks, moves, changes or closes a
+    session is answered, once the journal has it on disk; and no reply tells of what is not yet there.
     """
 
     def __init__(
-        self, engine: EngineClient, model_directory: Path, owner: str = "a", model_name: str | None = None
+        self,
+        engine: EngineClient,
+        model_directory: Path,
+        owner: str = "a",
+        model_name: str | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """
         Args:
             model_directory: holds `tokenizer.json`, the chat template and perhaps `generation_config.json`.
             owner: the host's name in the ids that it gives.
             model_name: what clients call the model; the engine's name for it by default.
+            journal: whose sessions go on here; it stays open. Without one, sessions end with the host.
 
         Raises:
             ValueError: the tokenizer, the template or the sampling defaults cannot be used; the message says why.
+            JournalError: the journal is damaged, or of a model with another tokenizer or template.
         """
         self._engine = engine
         self._owner = owner
         self._chat = ChatModel(engine.info, model_directory, model_name)
-        self._book = SessionBook(engine, self._new_id)
+        self._ledger = Ledger(journal)
+        self._book = SessionBook(engine, self._ledger, self._new_id)
+        if journal is not None:
+            self._book.take_over(self._ledger.take_over(TokensRecord(tokens_fingerprint(model_directory), self.model)))
         self._channels: dict[str, Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -78,14 +96,27 @@ class SessionHost:
         """The name that clients use for the model."""
         return self._chat.name
 
+    @property
+    def sessions(self) -> int:
+        """How many there are."""
+        return len(self._book)
+
     async def request(self, tenant: str, command: Command, channel: str) -> Reply:
         """Carry out a command. A turn's id is in the reply that begins it, its events follow on `channel`.
 
         `turn.cancel` and `session.close` reply once the turn has ended.
 
         Raises:
-            SessionError: the command is refused; nothing has changed.
+            SessionError: the command is refused, and nothing has changed; or, with `session_moved` or `journal_failed`,
+                nothing can be written any more.
         """
+        self._ledger.check()
+        reply = await self._carry_out(tenant, command, channel)
+        if not _only_begins(command, reply):
+            await self._ledger.durable()
+        return reply
+
+    async def _carry_out(self, tenant: str, command: Command, channel: str) -> Reply:
         match command:
             case SessionOpen():
                 return await self._open(tenant, command)
@@ -133,11 +164,13 @@ class SessionHost:
             gone.close()
 
     async def close(self) -> None:
-        """End all turns, keeping their partial output, and all channels. The engine stays as it is."""
+        """End all turns, keeping their partial output, and all channels. Engine and journal stay as they are."""
         for session in self._book:
             if session.running is not None:
                 session.running.cancel("partial")
         await asyncio.gather(*self._tasks)
+        with contextlib.suppress(SessionError):  # whoever waited for what cannot be written has been told
+            await self._ledger.durable()
         for channel in list(self._channels):
             await self.close_channel(channel)
 
@@ -176,7 +209,7 @@ class SessionHost:
             )
             lost = await self._lost(session.head, before, defaults)
         session = self._book.find(tenant, command.session)  # it may have been closed meanwhile
-        session.defaults = defaults
+        self._book.change(session, defaults)
         return Reply(command.id, session=self._record(session), lost_tokens=lost)
 
     async def _lost(self, head: Turn | None, before: Defaults, after: Defaults) -> int:
@@ -267,7 +300,7 @@ class SessionHost:
             order, lost = await self._order(command, session.defaults, session.head)
         self._book.find(session.tenant, session.id)  # it may have been closed meanwhile
         self._chat.check_length(order.prompt.length)
-        session.defaults = order.defaults
+        self._book.change(session, order.defaults)
         return Reply(command.id, turn=self._start(session, order, events, command.token_ids), lost_tokens=lost)
 
     async def _order(self, command: TurnCreate, before: Defaults, head: Turn | None) -> tuple[TurnOrder, int | None]:
@@ -318,28 +351,21 @@ class SessionHost:
 
     async def _run(self, session: Session, running: RunningTurn, channel: Channel, token_ids: bool) -> None:
         outcome = await running.run()
+        before = session.head
         session.running = None
         session.totals.add(outcome.usage)
+        self._ledger.session(session)
         if outcome.turn is not None:
             self._book.stand_on(session, outcome.turn)
-        kept = outcome.turn if token_ids else None
-        channel.put(
-            TurnEnded(
-                session=session.id,
-                turn=running.id,
-                seq=running.reporter.next_seq(),
-                status=outcome.status,
-                reason=outcome.reason,
-                usage=outcome.usage,
-                timings=outcome.timings,
-                head=_id_of(session.head),
-                error=outcome.error,
-                stop_string=outcome.turn.stop_string if outcome.turn else None,
-                logprobs=running.reporter.rest(),
-                prompt_token_ids=kept.prompt.ids().tolist() if kept else None,
-                output_token_ids=kept.output_ids.tolist() if kept else None,
-            )
-        )
+        event = ended(session, running.id, outcome, running.reporter, token_ids)
+        # Until the end is told, the session takes no other turn: its events would come before this turn's last.
+        session.settling = True
+        try:
+            await self._ledger.durable()
+        except SessionError as error:
+            event = unwritten(event, error, before)
+        session.settling = False
+        channel.put(event)
         running.done.set()
 
     def _turn(self, tenant: str, command: TurnGet) -> TurnRecord:
@@ -389,6 +415,12 @@ def _with_seed(order: TurnOrder, number: int) -> TurnOrder:
         return order
     seed = (sampling.seed + number) % 2**64
     return dataclasses.replace(order, sampling=msgspec.structs.replace(sampling, seed=seed))
+
+
+def _only_begins(command: Command, reply: Reply) -> bool:
+    """Whether the reply says no more than that turns have begun, of which the journal knows nothing yet."""
+    begins = isinstance(command, TurnCreate | SessionRegenerate)
+    return begins and (reply.session, reply.sessions, reply.lost_tokens) == (None, None, None)
 
 
 def _id_of(turn: Turn | None) -> str | None:

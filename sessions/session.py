@@ -44,8 +44,8 @@ class Totals:
 
 @dataclass(eq=False)
 class Session:
-    """`running` is the turn under way; `preparing` is true while its input is being tokenised; `latest` is the id of
-    the turn begun last."""
+    """`running` is the turn under way; `preparing` is true while its input is being tokenised, `settling` while its end
+    is on its way to the disk; `latest` is the id of the turn begun last."""
 
     id: str
     tenant: str
@@ -53,12 +53,13 @@ class Session:
     head: Turn | None = None
     running: RunningTurn | None = None
     preparing: bool = False
+    settling: bool = False
     latest: str | None = None
     totals: Totals = field(default_factory=Totals)
 
     @property
     def state(self) -> SessionState:
-        return "running" if self.running or self.preparing else "idle"
+        return "running" if self.running or self.preparing or self.settling else "idle"
 
     @property
     def length(self) -> int:

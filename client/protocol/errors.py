@@ -27,6 +27,7 @@ ERROR_RULES: dict[str, ErrorRule] = {
     "turn_not_found": ErrorRule(404, "never"),
     "method_not_allowed": ErrorRule(405, "never"),
     "session_busy": ErrorRule(409, "never"),
+    "session_moved": ErrorRule(409, "never"),
     "head_moved": ErrorRule(412, "never"),
     "payload_too_large": ErrorRule(413, "never"),
     "queue_full": ErrorRule(429, "after"),
@@ -34,6 +35,7 @@ ERROR_RULES: dict[str, ErrorRule] = {
     "engine_error": ErrorRule(500, "never"),
     "engine_restarted": ErrorRule(503, "replay"),
     "overloaded": ErrorRule(503, "after"),
+    "journal_failed": ErrorRule(503, "replay"),
 }
 
 

@@ -45,6 +45,7 @@ from tokenspeed.scheduler.stopping import StopStrings
 from tokenspeed.sessions.formats.qwen import QwenFormat
 from tokenspeed.sessions.formats.template import ChatTemplate
 from tokenspeed.sessions.host import SessionHost
+from tokenspeed.sessions.journal.journal import Journal
 from tokenspeed.sessions.tokenizer import ChatTokenizer
 
 POCKET = Path(tokenspeed.pocket.__file__).parent
@@ -247,14 +248,24 @@ def chat_format(template: ChatTemplate, tokenizer: ChatTokenizer) -> QwenFormat:
 class Desk:
     """A host over a scripted engine, and what a test does with it."""
 
-    def __init__(self, directory: Path, tokenizer: ChatTokenizer, engine: ScriptedEngine, tenant: str = "t") -> None:
+    def __init__(
+        self, directory: Path, tokenizer: ChatTokenizer, engine: ScriptedEngine, journal: Journal | None = None
+    ) -> None:
         self.engine = engine
-        self.host = SessionHost(engine, directory)
+        self.directory = directory
+        self.host = SessionHost(engine, directory, journal=journal)
         self.tokenizer = tokenizer
-        self.tenant = tenant
+        self.tenant = "t"
         self.events: list[TurnEvent] = []
         self._reader: asyncio.Task[None] | None = None
         self._ended: dict[str, asyncio.Event] = {}
+
+    async def restart(self, journal: Journal | None) -> None:
+        """As if host and engine had ended and begun anew, on what `journal` holds."""
+        await self.host.close()
+        self.engine.forget()
+        self._reader = None
+        self.host = SessionHost(self.engine, self.directory, journal=journal)
 
     async def ask(self, command: Command, tenant: str | None = None, channel: str = "c") -> Reply:
         return await self.host.request(tenant or self.tenant, command, channel)
@@ -343,7 +354,7 @@ class Desk:
 def desk(directory: Path, tokenizer: ChatTokenizer) -> Callable[..., Desk]:
     """Makes a desk over a scripted engine, `desk(max_context=…, chunk=…)`, or over another, `desk(engine=…)`."""
 
-    def make(engine: Any = None, directory: Path = directory, **options: Any) -> Desk:
-        return Desk(directory, tokenizer, engine or ScriptedEngine(**options))
+    def make(engine: Any = None, directory: Path = directory, journal: Journal | None = None, **options: Any) -> Desk:
+        return Desk(directory, tokenizer, engine or ScriptedEngine(**options), journal)
 
     return make
