@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
             cwd=directory,
-            env=environment(),
+            env={**environment(), "XDG_DATA_HOME": tempfile.mkdtemp(dir=directory)},
         )
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
@@ -48,6 +49,13 @@ class Served:
         self.process.send_signal(signal)
         _, errors = self.process.communicate(timeout=30)
         return self.process.returncode, errors
+
+
+@pytest.fixture(autouse=True)
+def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Not a person's own sessions."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data"
 
 
 @pytest.fixture(scope="session")

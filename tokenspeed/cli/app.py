@@ -113,11 +113,26 @@ def serve(
         list[Path] | None,
         typer.Option(metavar="FILE", help="JSON with instructions and tools that all tenants share; may be repeated."),
     ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where sessions are kept; in your data directory, by model, if left out."),
+    ] = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(metavar="postgresql://…", help="Keep sessions in this database instead of in a directory."),
+    ] = None,
+    no_journal: Annotated[
+        bool, typer.Option("--no-journal", help="Keep sessions in memory only; they end with the server.")
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Of the server's log, on stderr.")] = LogLevel.warning,
 ) -> None:
     """Serve a model's sessions until interrupted."""
     from tokenspeed.cli import serve as command
 
+    if no_journal + (data_dir is not None) + (journal is not None) > 1:
+        raise typer.BadParameter("give one of --data-dir, --journal and --no-journal")
+    if journal is not None and not journal.startswith(("postgresql://", "postgres://")):
+        raise typer.BadParameter("--journal wants an address that begins with postgresql://")
     command.run(
         model,
         host=host,
@@ -135,6 +150,9 @@ def serve(
         prefix_cache=not no_prefix_cache,
         threads=threads,
         shared_preambles=shared_preamble or [],
+        data_dir=data_dir,
+        journal=journal,
+        no_journal=no_journal,
         log_level=log_level.value,
     )
 

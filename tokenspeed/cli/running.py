@@ -22,6 +22,14 @@ from tokenspeed.models.repository import resolve
 from tokenspeed.server.access import ApiKeys
 from tokenspeed.server.serving import Listener, ServeError, Server
 from tokenspeed.sessions.host import SessionHost
+from tokenspeed.sessions.journal.directory import DataDirectory
+from tokenspeed.sessions.journal.journal import Journal
+from tokenspeed.sessions.journal.postgres import PostgresStore
+from tokenspeed.sessions.journal.sqlite import SqliteStore
+from tokenspeed.sessions.journal.store import JournalError, Moved, Store
+
+OWNER = "a"
+"""The server's name in the ids that it gives, and in the journal."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done at the moment, how much of it, and of how much."""
@@ -29,12 +37,55 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Started:
-    """A server that answers. `engine_s`, `format_s`: seconds to load the engine and to read the chat format."""
+    """A server that answers.
+
+    Attributes:
+        engine_s, format_s: seconds to load the engine, and to read the chat format and the journal.
+        sessions: how many it goes on with.
+        kept_in: where sessions are kept; None for in memory.
+    """
 
     url: str
     info: EngineInfo
     engine_s: float
     format_s: float
+    sessions: int
+    kept_in: str | None
+
+
+class Records:
+    """A journal in a directory that is this server's alone, or in a database.
+
+    Attributes:
+        place: what messages call it.
+    """
+
+    def __init__(self, kept_in: Path | str) -> None:
+        """`kept_in`: a directory, or the address of a PostgreSQL database. Raises: CommandError."""
+        self._directory: DataDirectory | None = None
+        try:
+            if isinstance(kept_in, Path):
+                self._directory, self.place = self._held(kept_in), str(kept_in)
+                store: Store = SqliteStore.open(self._directory.journal, OWNER)
+            else:
+                store = PostgresStore.open(kept_in, OWNER)
+                self.place = store.place
+        except JournalError as error:
+            if self._directory is not None:
+                self._directory.close()
+            raise CommandError(str(error)) from None
+        self.journal = Journal(store)
+
+    def _held(self, directory: Path) -> DataDirectory:
+        try:
+            return DataDirectory(directory)
+        except JournalError as error:
+            raise CommandError(f"{error}; give another --data-dir, or --no-journal") from None
+
+    def close(self) -> None:
+        self.journal.close()
+        if self._directory is not None:
+            self._directory.close()
 
 
 def listen(host: str, port: int, keys: ApiKeys) -> Listener:
@@ -66,6 +117,7 @@ async def serve(
     started: Callable[[Started], None],
     *,
     model_name: str | None = None,
+    kept_in: Path | str | None = None,
     origins: Collection[str] = (),
     progress: Progress | None = None,
     stop: asyncio.Event | None = None,
@@ -77,37 +129,65 @@ async def serve(
         config: `config.model` is a directory.
         started: called once the server answers.
         model_name: what clients call the model; the directory's name if left out.
+        kept_in: where sessions are kept, a directory or the address of a PostgreSQL database; if left out, they end
+            with the server.
 
     Raises:
-        CommandError: the model cannot be loaded or served, or the engine has ended by itself.
+        CommandError: the model cannot be loaded or served, or the engine has ended by itself; the journal is in use,
+            damaged, or cannot be written any more.
     """
     stop = stop or asyncio.Event()
     if signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
+    try:
+        records = await asyncio.to_thread(Records, kept_in) if kept_in is not None else None
+        try:
+            await _serve_model(config, listener, keys, started, model_name, records, origins, progress, stop)
+        finally:
+            if records is not None:
+                records.close()
+    finally:
+        listener.close()
+
+
+async def _serve_model(
+    config: EngineConfig,
+    listener: Listener,
+    keys: ApiKeys,
+    started: Callable[[Started], None],
+    model_name: str | None,
+    records: Records | None,
+    origins: Collection[str],
+    progress: Progress | None,
+    stop: asyncio.Event,
+) -> None:
+    journal = records.journal if records is not None else None
     begun = time.monotonic()
     engine = await _start_engine(config, progress, stop)
     if engine is None:
-        listener.close()
         return
     try:
         engine_s = time.monotonic() - begun
         try:
             # The chat format is read and tested against its template, which takes a while.
-            host = await asyncio.to_thread(SessionHost, engine, Path(config.model), "a", model_name)
+            host = await asyncio.to_thread(SessionHost, engine, Path(config.model), OWNER, model_name, journal)
         except (ValueError, OSError) as error:
             raise CommandError(f"{config.model}: {error}") from None
+        except JournalError as error:
+            raise CommandError(str(error)) from None
         format_s = time.monotonic() - begun - engine_s
         server = Server(listener, host, engine, keys, origins=origins)
+        place = records.place if records is not None else None
+        answering = Started(server.url, engine.info, engine_s, format_s, host.sessions, place)
         try:
-            await _serve(server, engine, stop, lambda: started(Started(server.url, engine.info, engine_s, format_s)))
+            await _serve(server, engine, journal, stop, lambda: started(answering))
         except ServeError as error:
             raise CommandError(str(error)) from None
         finally:
             await host.close()
     finally:
-        listener.close()
         await engine.close()
 
 
@@ -128,10 +208,16 @@ async def _start_engine(config: EngineConfig, progress: Progress | None, stop: a
         stopped.cancel()
 
 
-async def _serve(server: Server, engine: ProcessEngine, stop: asyncio.Event, started: Callable[[], None]) -> None:
+async def _serve(
+    server: Server,
+    engine: ProcessEngine,
+    journal: Journal | None,
+    stop: asyncio.Event,
+    started: Callable[[], None],
+) -> None:
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(server.started())
-    ends = [serving, asyncio.create_task(stop.wait()), asyncio.create_task(_gone(engine))]
+    ends = [serving, asyncio.create_task(stop.wait()), asyncio.create_task(_gone(engine, journal))]
     try:
         await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -140,21 +226,28 @@ async def _serve(server: Server, engine: ProcessEngine, stop: asyncio.Event, sta
         server.stop()
         await serving
         if not stop.is_set():
-            raise CommandError("the engine's process has ended")
+            raise CommandError("the engine's process has ended" if not _lost(journal) else f"{_lost(journal)}")
     finally:
         for task in (starting, *ends):
             task.cancel()
         await asyncio.gather(starting, *ends, return_exceptions=True)
 
 
-async def _gone(engine: ProcessEngine) -> None:
-    """Until the engine's process has ended by itself."""
-    while engine.alive:
+async def _gone(engine: ProcessEngine, journal: Journal | None) -> None:
+    """Until the engine's process has ended by itself, or nothing can be journalled any more."""
+    while engine.alive and not _lost(journal):
         await asyncio.sleep(0.5)
 
 
+def _lost(journal: Journal | None) -> JournalError | None:
+    """Why the journal cannot be written. Whose sessions another server has taken stays, to say so."""
+    failure = journal.failure if journal is not None else None
+    return None if isinstance(failure, Moved) else failure
+
+
 class BackgroundServer:
-    """A server on a free port of this machine, on a thread of its own, for as long as a `with` block lasts."""
+    """A server on a free port of this machine, on a thread of its own, for as long as a `with` block lasts. Its
+    sessions are kept in memory only."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         self._config = config

@@ -18,6 +18,7 @@ from tokenspeed.cli.sizes import memory_bytes, parse_size, show_size
 from tokenspeed.config.engine import EngineConfig
 from tokenspeed.config.model import ModelConfig
 from tokenspeed.server.access import ApiKeys
+from tokenspeed.sessions.journal.directory import default_directory, tokens_fingerprint
 from tokenspeed.sessions.sharing import shared_prefix
 
 
@@ -51,6 +52,17 @@ def _lowered_context(config: EngineConfig, max_context: int) -> str | None:
     return f"the context is {max_context} tokens, which is what the cache holds; for {wanted} give a larger --cache"
 
 
+def _directory(config: EngineConfig, model_name: str | None, data_dir: Path | None) -> Path:
+    """Where sessions are kept."""
+    if data_dir is not None:
+        return data_dir.expanduser().absolute()
+    directory = Path(config.model)
+    try:
+        return default_directory(model_name or directory.name, tokens_fingerprint(directory))
+    except OSError as error:
+        raise CommandError(f"{directory / 'tokenizer.json'} cannot be read: {error.strerror or error}") from None
+
+
 def run(
     model: str | None,
     *,
@@ -60,10 +72,18 @@ def run(
     origins: Sequence[str],
     cache: str | None,
     shared_preambles: Sequence[Path],
+    data_dir: Path | None,
+    journal: str | None,
+    no_journal: bool,
     log_level: str,
     **settings: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `settings` are the engine's, by `EngineConfig`'s names.
+
+    Args:
+        data_dir: where sessions are kept; if left out, in the user's data directory, by model.
+        journal: the address of a PostgreSQL database to keep them in instead.
+        no_journal: keep them in memory only.
 
     Raises:
         CommandError: what the user can mend.
@@ -77,6 +97,10 @@ def run(
     listener = listen(host, port, keys)
     config = shared(engine_config(model, cache_bytes=cache_bytes, **settings), shared_preambles)
     named = model is not None and not Path(model).expanduser().is_dir()
+    if no_journal:
+        kept_in: Path | str | None = None
+    else:
+        kept_in = journal or _directory(config, model if named else None, data_dir)
     console = Console(highlight=False, soft_wrap=True)
     with LoadingBar(model or "tokenspeed-pocket") as bar:
 
@@ -84,7 +108,8 @@ def run(
             bar.__exit__(None, None, None)
             console.print(
                 f"ready: {at.info.model} ({at.info.device}, {at.info.dtype}) at {at.url} "
-                f"(engine {at.engine_s:.1f} s, chat format {at.format_s:.1f} s)",
+                f"(engine {at.engine_s:.1f} s, chat format {at.format_s:.1f} s)"
+                + (f"; {at.sessions} session{'' if at.sessions == 1 else 's'} in {at.kept_in}" if at.kept_in else ""),
                 markup=False,
             )
             lowered = _lowered_context(config, at.info.max_context)
@@ -98,6 +123,7 @@ def run(
                 keys,
                 started,
                 model_name=model if named else None,
+                kept_in=kept_in,
                 origins=origins,
                 progress=bar,
                 signals=True,
