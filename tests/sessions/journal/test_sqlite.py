@@ -244,6 +244,21 @@ def test_no_damage_to_any_page_gives_other_rows(tmp_path: Path) -> None:
     assert refused > 4 * read > 0  # a bit in a page that nothing uses harms nothing
 
 
+def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
+    """All rows could be read; but what is written next would not replace the row that it should."""
+    path = tmp_path / "journal.db"
+    store = SqliteStore.open(path, "a")
+    store.commit([Put("turn", "one", b"x"), Put("turn", "two", b"y")])
+    (root,) = store._database.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'rows' AND type = 'index'")
+    store.close()
+    content = bytearray(path.read_bytes())
+    place = content.index(b"turntwo", (root[0] - 1) * 4096)
+    content[place : place + 7] = b"turnTWO"
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=r"journal\.db is damaged: .*row 2 missing from index"):
+        rows(path)
+
+
 def test_a_damaged_log_gives_what_was_committed_before(tmp_path: Path) -> None:
     dice, path = random.Random(2), tmp_path / "journal.db"
     store = SqliteStore.open(path, "a")
