@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "crashes.py"
 
 
-@pytest.mark.parametrize("options", [("--points", "3", "--seed", "1"), ("--points", "1", "--seed", "2", "--orderly")])
+@pytest.mark.parametrize("options", [("--points", "4", "--seed", "1"), ("--points", "2", "--seed", "2", "--orderly")])
 def test_what_was_acknowledged_is_there_and_goes_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-P", str(SCRIPT), *options, "--output", str(figures)]
